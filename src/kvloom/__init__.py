@@ -1,0 +1,1 @@
+"""kvloom: a KV-caching engine for LLM inference."""
