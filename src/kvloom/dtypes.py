@@ -29,7 +29,7 @@ class DType(Enum):
         if self is DType.INT8:
             if num_values % _INT8_GROUP:
                 raise ConfigError(
-                    f"int8 is stored in groups of {_INT8_GROUP}; {num_values} values do not divide, "
+                    f"int8 comes in groups of {_INT8_GROUP}; {num_values} values do not divide, "
                     "choose bfloat16 or a head size that is a multiple of 32"
                 )
             return num_values // _INT8_GROUP * _INT8_GROUP_BYTES

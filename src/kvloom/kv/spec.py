@@ -7,6 +7,7 @@ the last one is never read back.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from kvloom.dtypes import DType
@@ -15,6 +16,15 @@ from kvloom.dtypes import DType
 def cdiv(a: int, b: int) -> int:
     """Ceiling division."""
     return -(-a // b)
+
+
+def _max_touched(num_tokens: int, block_size: int, start_multiple: int) -> int:
+    """The most blocks that adjacent tokens lie in, if they start at a multiple of a number.
+
+    Such starts fall on the multiples of the gcd inside a block; the last one reaches farthest.
+    """
+    last_start = block_size - math.gcd(start_multiple, block_size)
+    return cdiv(last_start + num_tokens, block_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +90,16 @@ class KVCacheSpec:
         """Bytes of one block of this layer on this rank, keys and values together."""
         raise NotImplementedError  # abstract: every spec below answers it
 
+    @property
+    def shared_target(self) -> str | None:
+        """The layer whose KV this one reads; None for a layer that stores its own."""
+        return None
+
+    @property
+    def page_formula(self) -> str:
+        """How `page_size_bytes` comes about, for people."""
+        raise NotImplementedError  # abstract: every spec below answers it
+
     def max_num_blocks(self, num_tokens: int, limits: KVLimits) -> int:
         """The most blocks a request with `num_tokens` stored tokens holds at any time."""
         raise NotImplementedError  # abstract: every spec below answers it
@@ -123,6 +143,13 @@ class AttentionSpec(KVCacheSpec):
             rows * self.value_head_size
         )
 
+    @property
+    def page_formula(self) -> str:
+        """Tokens x heads x (key + value) values."""
+        heads = f"{self.num_kv_heads} of {self.total_num_kv_heads} KV heads"
+        values = f"({self.head_size} + {self.value_head_size}) {self.dtype.value}"
+        return f"{self.block_size} tokens x {heads} x {values}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullAttentionSpec(AttentionSpec):
@@ -152,6 +179,11 @@ class MLAAttentionSpec(AttentionSpec):
         """block_size x head_size values: the value is part of the stored row."""
         return self.dtype.num_bytes(self.block_size * self.num_kv_heads * self.head_size)
 
+    @property
+    def page_formula(self) -> str:
+        """Tokens x values of the latent row."""
+        return f"{self.block_size} tokens x {self.head_size} {self.dtype.value}"
+
     def max_num_blocks(self, num_tokens: int, limits: KVLimits) -> int:
         """One block per started `block_size` tokens."""
         return cdiv(num_tokens, self.block_size)
@@ -164,16 +196,14 @@ class SlidingWindowSpec(AttentionSpec):
     sliding_window: int
 
     def max_num_blocks(self, num_tokens: int, limits: KVLimits) -> int:
-        """The window before the chunk in flight, the chunk, and one block.
+        """Blocks touched by the window before the chunk in flight, and the chunk.
 
-        The extra block: a run of n tokens that starts inside a block touches cdiv(n, bs) + 1.
         ```
-        bs = 4, window + chunk = 4 tokens:   |  xx|xx  |   two blocks
+        block_size 4, window 4, one token in flight    |  xx|xo  |   two blocks for four tokens
         ```
         """
         held = self.sliding_window - 1 + limits.max_num_batched_tokens
-        whole = cdiv(num_tokens, self.block_size)
-        return min(cdiv(held, self.block_size) + 1, whole)
+        return min(_max_touched(held, self.block_size, 1), cdiv(num_tokens, self.block_size))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,10 +213,10 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
     attention_chunk_size: int
 
     def max_num_blocks(self, num_tokens: int, limits: KVLimits) -> int:
-        """The aligned chunk and the tokens in flight; chunks start inside a block at worst."""
-        held = self.attention_chunk_size + limits.max_num_batched_tokens
-        whole = cdiv(num_tokens, self.block_size)
-        return min(cdiv(held, self.block_size) + 1, whole)
+        """Blocks touched by what is stored of the aligned chunk, and the tokens in flight."""
+        chunk = self.attention_chunk_size
+        held = chunk - 1 + limits.max_num_batched_tokens
+        return min(_max_touched(held, self.block_size, chunk), cdiv(num_tokens, self.block_size))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,9 +226,19 @@ class SharedKVSpec(KVCacheSpec):
     target: str
 
     @property
+    def shared_target(self) -> str:
+        """The layer whose KV this one reads."""
+        return self.target
+
+    @property
     def page_size_bytes(self) -> int:
         """No memory of its own."""
         return 0
+
+    @property
+    def page_formula(self) -> str:
+        """Where its KV is."""
+        return f"none of its own: reads {self.target}"
 
     def max_num_blocks(self, num_tokens: int, limits: KVLimits) -> int:
         """No blocks of its own."""
