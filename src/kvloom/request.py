@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvloom.errors import RequestError
 
@@ -26,14 +27,17 @@ class SamplingParams:
         presence_penalty: subtracted once from tokens already generated; -2 to 2.
         frequency_penalty: subtracted per occurrence among the generated tokens; -2 to 2.
         repetition_penalty: divides positive and multiplies negative logits of tokens seen in the
-            prompt or the output; above 0, 1 is off.
-        stop: strings that end generation where they begin in the generated text.
+            prompt or the output; 0.01 to 100, 1 is off.
+        stop: strings that end generation where they begin in the generated text. The one completed
+            first counts; of two completed by the same character, the longer.
         stop_token_ids: token ids that end generation.
-        bad_words: strings that are never generated.
+        bad_words: strings that are not generated in the tokens they encode to, with and without a
+            space before them. Like `stop`, they count within the generated text only.
         include_stop_str_in_output: keep the stop string in the text.
         ignore_eos: do not end at an end-of-sequence token.
         max_tokens: most tokens generated; None is the rest of the room in max_model_len.
-        min_tokens: no end-of-sequence or stop token before this many tokens.
+        min_tokens: no end-of-sequence or stop token among this many first tokens; stop strings
+            that these tokens complete are passed over.
         logprobs: log-probabilities of this many most likely tokens, and of the chosen one, per
             generated token; None gives none. They are of the model's own distribution, before
             penalties and temperature.
@@ -68,13 +72,12 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("stop", "stop_token_ids", "bad_words"):
-            value = getattr(self, name)
-            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
-        for name, low, high in _RANGES:
-            _check_range(name, getattr(self, name), low, high)
-        if self.repetition_penalty <= 0.0:
-            raise RequestError("repetition_penalty", f"{self.repetition_penalty} must be above 0")
+        for name in ("stop", "bad_words"):
+            object.__setattr__(self, name, _as_tuple(name, getattr(self, name), str))
+        ids = _as_tuple("stop_token_ids", self.stop_token_ids, int)
+        object.__setattr__(self, "stop_token_ids", ids)
+        for name, kind, low, high in _RANGES:
+            _check_range(name, getattr(self, name), kind, (low, high))
         if self.top_p == 0.0:
             raise RequestError("top_p", "0 keeps no token; give a value within (0, 1]")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -84,8 +87,9 @@ class SamplingParams:
         for name in ("stop", "bad_words"):
             if any(not word for word in getattr(self, name)):
                 raise RequestError(name, "an empty string matches everywhere; leave it out")
+        _as_tuple("logit_bias", self.logit_bias, int)
         for token_id, bias in self.logit_bias.items():
-            _check_range(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+            _check_range(f"logit_bias[{token_id}]", bias, float, (-100.0, 100.0))
 
     @property
     def is_greedy(self) -> bool:
@@ -93,31 +97,57 @@ class SamplingParams:
         return self.temperature == 0.0
 
 
-# Field, lowest, highest value; fields that are None are not checked.
-_RANGES: tuple[tuple[str, float, float], ...] = (
-    ("n", 1, 128),
-    ("temperature", 0.0, math.inf),
-    ("top_p", 0.0, 1.0),
-    ("top_k", 0, math.inf),
-    ("min_p", 0.0, 1.0),
-    ("seed", 0, 2**63 - 1),
-    ("presence_penalty", -2.0, 2.0),
-    ("frequency_penalty", -2.0, 2.0),
-    ("repetition_penalty", 0.0, math.inf),
-    ("max_tokens", 1, math.inf),
-    ("min_tokens", 0, math.inf),
-    ("logprobs", 0, MAX_LOGPROBS),
-    ("prompt_logprobs", 0, MAX_LOGPROBS),
-    ("truncate_prompt_tokens", 1, math.inf),
+_OPTIONAL = frozenset(
+    {"seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"}
+)
+
+# Field, kind, lowest, highest value.
+_RANGES: tuple[tuple[str, type, float, float], ...] = (
+    ("n", int, 1, 128),
+    ("temperature", float, 0.0, 1e6),
+    ("top_p", float, 0.0, 1.0),
+    ("top_k", int, 0, math.inf),
+    ("min_p", float, 0.0, 1.0),
+    ("seed", int, 0, 2**63 - 1),
+    ("presence_penalty", float, -2.0, 2.0),
+    ("frequency_penalty", float, -2.0, 2.0),
+    ("repetition_penalty", float, 0.01, 100.0),
+    ("max_tokens", int, 1, math.inf),
+    ("min_tokens", int, 0, math.inf),
+    ("logprobs", int, 0, MAX_LOGPROBS),
+    ("prompt_logprobs", int, 0, MAX_LOGPROBS),
+    ("truncate_prompt_tokens", int, 1, math.inf),
 )
 
 
-def _check_range(name: str, value: float | None, low: float, high: float) -> None:
-    if value is None:
+def _is_a(kind: type, value: object) -> bool:
+    """Like isinstance, but a bool is no number and an integer is a float."""
+    kinds = (int, float) if kind is float else (kind,)
+    return isinstance(value, kinds) and not isinstance(value, bool)
+
+
+def _as_tuple(name: str, values: Iterable[Any], kind: type) -> tuple[Any, ...]:
+    """`values` as a tuple; one string stands for a list of itself."""
+    if isinstance(values, str):
+        values = (values,)
+    if not isinstance(values, Iterable):
+        raise RequestError(name, f"{values!r} is not a list")
+    given = tuple(values)
+    for value in given:
+        if not _is_a(kind, value):
+            raise RequestError(name, f"{value!r} is not of type {kind.__name__}")
+    return given
+
+
+def _check_range(name: str, value: Any, kind: type, bounds: tuple[float, float]) -> None:
+    if value is None and name in _OPTIONAL:
         return
+    low, high = bounds
     # A NaN compares false with everything, so it fails here as well.
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise RequestError(name, f"{value!r} is not within [{low}, {high}]")
+    if not _is_a(kind, value) or not low <= value <= high:
+        number = "an integer" if kind is int else "a number"
+        limits = f"of at least {low}" if high == math.inf else f"within [{low}, {high}]"
+        raise RequestError(name, f"{value!r} is not {number} {limits}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,8 +198,10 @@ class Request:
     """
 
     __slots__ = (
+        "arrival",
         "block_hashes",
         "cache_salt",
+        "num_bypasses",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_preemptions",
@@ -201,6 +233,8 @@ class Request:
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0  # of the first admission: what the prefix cache saved
         self.num_preemptions = 0
+        self.arrival = 0  # its place in line: how many requests the scheduler took before it
+        self.num_bypasses = 0  # requests behind it in line that entered before it
         self.block_hashes: list[bytes] = []  # one per full block, grown by the KV cache manager
 
     @property
