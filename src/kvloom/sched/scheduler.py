@@ -1,0 +1,297 @@
+"""The scheduler: every step, computed tokens catch up with known tokens.
+
+There are no phases. A long prompt, a prefix hit, one more token of a running request and a
+preempted request that comes back differ only in how far apart the two numbers are. The order of
+arrival decides who gets tokens and blocks first and, from the other end, who gives way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvloom.config import SchedulerConfig
+from kvloom.errors import RequestError
+from kvloom.kv.events import EventLog, RequestPreempted
+from kvloom.kv.manager import KVCacheManager
+from kvloom.request import Request, RequestStatus
+from kvloom.sched.queue import RequestQueue
+from kvloom.sched.step_builder import BlockIds, StepBuilder
+from kvloom.sched.stop import Stop, check_stop
+from kvloom.step import ModelRunnerOutput, RequestEvent, SchedulerOutput
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """Requests by state now, and counts since the start.
+
+    Attributes:
+        num_lost_tokens: computed tokens that preempted requests gave up.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_preemptions: int
+    num_lost_tokens: int
+
+
+class Scheduler:
+    """Decides who runs. The only place where a request's status changes.
+
+    Waiting requests enter in order of arrival, each when all of its known tokens fit. One that does
+    not fit may be passed by others behind it, `max_num_bypasses` times in all; then they wait, too.
+    When a running request finds no block, the newest running one is preempted: it loses its blocks,
+    keeps its tokens, and waits at its old place in line.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv_cache_manager: KVCacheManager,
+        max_model_len: int,
+        events: EventLog | None = None,
+    ) -> None:
+        """Schedule over the blocks of `kv_cache_manager`; preemptions are recorded in `events`."""
+        self._config = config
+        self._kv = kv_cache_manager
+        self._max_model_len = max_model_len
+        self._events = events
+        self._requests: dict[str, Request] = {}  # all that are not finished
+        self._waiting = RequestQueue()  # without blocks: new, or preempted
+        self._running = RequestQueue()  # with blocks
+        self._finished_req_ids: set[str] = set()  # for the next step's workers
+        self._failed: list[RequestEvent] = []  # for the next update
+        self._num_arrivals = 0
+        self._num_preemptions = 0
+        self._num_lost_tokens = 0
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold blocks."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for blocks, preempted ones included."""
+        return len(self._waiting)
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """Requests by state, and what preemption cost."""
+        return SchedulerStats(
+            self.num_running, self.num_waiting, self._num_preemptions, self._num_lost_tokens
+        )
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether another step has anything to do; finished ids or failures may be left to tell."""
+        return bool(self._requests) or bool(self._failed)
+
+    def add_request(self, request: Request) -> None:
+        """Let `request` join the line.
+
+        Raises:
+            RequestError: its id is in use, its prompt is empty, leaves no room for a token, or can
+                never fit in the cache.
+        """
+        num_tokens = request.num_tokens
+        if request.req_id in self._requests:
+            raise RequestError("req_id", f"{request.req_id!r} is still running; choose another id")
+        if num_tokens == 0:
+            raise RequestError("prompt", "it is empty; give at least one token")
+        if num_tokens >= self._max_model_len:
+            raise RequestError(
+                "prompt",
+                f"its {num_tokens} tokens leave no room for output in max_model_len "
+                f"{self._max_model_len}; shorten it to {self._max_model_len - 1} tokens",
+            )
+        if not self._kv.can_ever_fit(num_tokens):
+            raise RequestError("prompt", self._too_large(num_tokens, "shorten the prompt"))
+        request.arrival = self._num_arrivals
+        self._num_arrivals += 1
+        self._requests[request.req_id] = request
+        self._waiting.add(request)
+
+    def finish_requests(
+        self,
+        req_ids: Iterable[str],
+        status: RequestStatus,
+        stop_reason: int | str | None = None,
+    ) -> list[RequestEvent]:
+        """End requests in any state, from outside; ids that are unknown or finished are skipped.
+
+        Returns:
+            The last event of each request that was ended.
+        """
+        events = []
+        for req_id in req_ids:
+            request = self._requests.get(req_id)
+            if request is not None:
+                self._finish(request, status, stop_reason)
+                events.append(_last_event(request))
+        return events
+
+    def schedule(self) -> SchedulerOutput:
+        """Decide the next step. Every step that is emitted must run, and in order."""
+        step = StepBuilder(self._config.max_num_batched_tokens)
+        num_preemptions = self._num_preemptions
+        self._schedule_running(step)
+        # Whoever just gave way must not lose the freed blocks to somebody new.
+        if self._num_preemptions == num_preemptions:
+            self._schedule_waiting(step)
+        for req_id, num_tokens in step.num_scheduled_tokens.items():
+            self._requests[req_id].num_computed_tokens += num_tokens
+        finished, self._finished_req_ids = self._finished_req_ids, set()
+        return step.build(self._kv.num_common_prefix_blocks(self.num_running), finished)
+
+    def update(self, output: SchedulerOutput, result: ModelRunnerOutput) -> list[RequestEvent]:
+        """Take over what the step computed; ended requests give their blocks back.
+
+        Returns:
+            One event per request that got tokens or log-probabilities, or ended.
+        """
+        events, self._failed = self._failed, []
+        for req_id in output.num_scheduled_tokens:
+            request = self._requests.get(req_id)
+            # Ended while the step ran, the id may even stand for a new request by now.
+            if request is not None and request.status is RequestStatus.RUNNING:
+                event = self._update_request(request, result)
+                if event is not None:
+                    events.append(event)
+        return events
+
+    def _schedule_running(self, step: StepBuilder) -> None:
+        index = 0
+        # The queue shrinks from its end while older requests take blocks from newer ones.
+        while index < len(self._running) and step.num_free_tokens > 0:
+            request = self._running[index]
+            index += 1
+            num_tokens = min(request.num_tokens - request.num_computed_tokens, step.num_free_tokens)
+            if num_tokens == 0:  # its last token is still being computed
+                continue
+            new_block_ids = self._grow(request, num_tokens)
+            if new_block_ids is not None:
+                step.add_running(request, num_tokens, new_block_ids)
+
+    def _grow(self, request: Request, num_tokens: int) -> BlockIds | None:
+        """Blocks for a running request, from newer ones if need be; None if it gave way itself."""
+        while (block_ids := self._kv.allocate_slots(request, num_tokens)) is None:
+            newest = self._running.pop_newest()
+            self._preempt(newest, request)
+            if newest is request:
+                return None
+        return block_ids
+
+    def _preempt(self, request: Request, needed_by: Request) -> None:
+        self._kv.free(request)
+        self._num_preemptions += 1
+        self._num_lost_tokens += request.num_computed_tokens
+        if self._events is not None:
+            self._events.record(
+                RequestPreempted(request.req_id, needed_by.req_id, request.num_computed_tokens)
+            )
+        request.status = RequestStatus.PREEMPTED
+        request.num_preemptions += 1
+        request.num_computed_tokens = 0
+        self._waiting.add(request)
+        if not self._kv.can_ever_fit(request.num_tokens):
+            self._finish(request, RequestStatus.FINISHED_ERROR)
+            error = self._too_large(request.num_tokens, "lower max_tokens")
+            self._failed.append(_last_event(request, error))
+
+    def _schedule_waiting(self, step: StepBuilder) -> None:
+        max_num_seqs = self._config.max_num_seqs
+        num_seats = max_num_seqs - self.num_running
+        passed: list[Request] = []
+        for request in self._waiting.first(num_seats + self._config.max_num_bypasses):
+            if self.num_running == max_num_seqs or step.num_free_tokens == 0:
+                return
+            if self._enter(request, step):
+                for older in passed:
+                    older.num_bypasses += 1
+            else:
+                passed.append(request)
+            if not self._may_pass(passed):
+                return
+
+    def _may_pass(self, passed: list[Request]) -> bool:
+        """Whether a request behind `passed` may enter; also bounds the look-ups of one step."""
+        limit = self._config.max_num_bypasses
+        return len(passed) <= limit and all(r.num_bypasses < limit for r in passed)
+
+    def _enter(self, request: Request, step: StepBuilder) -> bool:
+        hit = self._kv.get_computed_blocks(request)
+        num_tokens = min(request.num_tokens - hit.num_tokens, step.num_free_tokens)
+        if self._kv.allocate_slots(request, num_tokens, hit) is None:
+            return False
+        self._waiting.remove(request)
+        self._running.add(request)
+        request.num_computed_tokens = hit.num_tokens
+        block_ids = self._kv.get_block_ids(request.req_id)
+        if request.status is RequestStatus.PREEMPTED:
+            step.add_resumed(request, num_tokens, block_ids)
+        else:
+            request.num_cached_tokens = hit.num_tokens
+            step.add_new(request, num_tokens, block_ids)
+        request.status = RequestStatus.RUNNING
+        return True
+
+    def _update_request(self, request: Request, result: ModelRunnerOutput) -> RequestEvent | None:
+        req_id = request.req_id
+        error = result.errors.get(req_id)
+        if error is not None:
+            self._kv.discard(request)
+            self._finish(request, RequestStatus.FINISHED_ERROR)
+            return _last_event(request, error)
+        stop: Stop | None = None
+        new_token_ids: list[int] = []
+        for token_id in result.sampled_token_ids.get(req_id, ()):
+            request.token_ids.append(token_id)
+            new_token_ids.append(token_id)
+            stop = check_stop(request, self._max_model_len)
+            if stop is not None:
+                self._finish(request, stop.status, stop.token_id)
+                break
+        prompt_logprobs = result.prompt_logprobs.get(req_id, [])
+        if not new_token_ids and not prompt_logprobs:
+            return None
+        return RequestEvent(
+            req_id=req_id,
+            new_token_ids=new_token_ids,
+            logprobs=result.logprobs.get(req_id, [])[: len(new_token_ids)],
+            prompt_logprobs=prompt_logprobs,
+            finish_reason=None if stop is None else stop.status.value,
+            stop_reason=request.stop_reason,
+            num_cached_tokens=request.num_cached_tokens,
+        )
+
+    def _finish(
+        self, request: Request, status: RequestStatus, stop_reason: int | str | None = None
+    ) -> None:
+        """End a request in any state. Workers are told of those they have seen."""
+        assert status.is_finished
+        queue = self._running if request.status is RequestStatus.RUNNING else self._waiting
+        queue.remove(request)
+        if request.status is not RequestStatus.WAITING:
+            self._finished_req_ids.add(request.req_id)
+        self._kv.free(request)
+        request.status = status
+        request.stop_reason = stop_reason
+        del self._requests[request.req_id]
+
+    def _too_large(self, num_tokens: int, remedy: str) -> str:
+        return (
+            f"{num_tokens} tokens need more blocks than the KV cache has "
+            f"({self._kv.stats.num_usable_blocks} of {self._kv.block_size} tokens); {remedy}, "
+            "or give the cache more memory"
+        )
+
+
+def _last_event(request: Request, error: str | None = None) -> RequestEvent:
+    return RequestEvent(
+        req_id=request.req_id,
+        new_token_ids=[],
+        finish_reason=request.status.value,
+        stop_reason=request.stop_reason,
+        num_cached_tokens=request.num_cached_tokens,
+        error=error,
+    )

@@ -1,0 +1,106 @@
+"""Schedulers over a full-attention cache of any size, and requests with token-id prompts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from kvloom.config import SchedulerConfig
+from kvloom.dtypes import DType
+from kvloom.kv.events import EventLog
+from kvloom.kv.manager import KVCacheManager
+from kvloom.kv.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVLimits
+from kvloom.request import Request, ResolvedSamplingParams
+from kvloom.sched.scheduler import Scheduler
+from kvloom.step import ModelRunnerOutput, RequestEvent, SchedulerOutput
+
+
+def next_token(prefix: Sequence[int]) -> int:
+    """A model: what follows is a function of the whole prefix."""
+    return sum((i + 1) * t for i, t in enumerate(prefix)) % 997
+
+
+@dataclass
+class Setup:
+    """A scheduler, its manager, and a model that answers at once."""
+
+    scheduler: Scheduler
+    manager: KVCacheManager
+    events: EventLog
+
+    def add(self, req_id: str, prompt, max_tokens: int = 1, **params) -> Request:
+        salt = params.pop("cache_salt", None)
+        sampling = ResolvedSamplingParams(seed=0, max_tokens=max_tokens, **params)
+        request = Request(req_id, prompt, sampling, salt)
+        self.scheduler.add_request(request)
+        self.manager.check()
+        return request
+
+    def schedule(self) -> SchedulerOutput:
+        output = self.scheduler.schedule()
+        self.manager.check()
+        return output
+
+    def update(self, output: SchedulerOutput, **result) -> list[RequestEvent]:
+        """Give the step's results, sampled tokens unless told otherwise."""
+        if "sampled_token_ids" not in result:
+            running = (
+                self.scheduler._requests.get(req_id) for req_id in output.num_scheduled_tokens
+            )
+            result["sampled_token_ids"] = {
+                r.req_id: [next_token(r.token_ids)]
+                for r in running
+                if r is not None and r.num_computed_tokens == r.num_tokens
+            }
+        events = self.scheduler.update(output, ModelRunnerOutput(**result))
+        self.manager.check()
+        return events
+
+    def step(self) -> tuple[SchedulerOutput, list[RequestEvent]]:
+        output = self.schedule()
+        return output, self.update(output)
+
+    def run_out(self) -> list[tuple[SchedulerOutput, list[RequestEvent]]]:
+        """Step until nothing is left."""
+        steps = []
+        while self.scheduler.has_unfinished_requests():
+            steps.append(self.step())
+            assert len(steps) < 1000, "the scheduler makes no progress"
+        return steps
+
+    def finish_all(self) -> list[RequestEvent]:
+        """Step until nothing is left; the last event of each request."""
+        events = [event for _, events in self.run_out() for event in events]
+        return [event for event in events if event.finish_reason is not None]
+
+
+@pytest.fixture
+def setup() -> Callable[..., Setup]:
+    def make(
+        num_blocks: int = 1000,
+        block_size: int = 4,
+        max_model_len: int = 512,
+        has_prefix_cache: bool = True,
+        **options,
+    ) -> Setup:
+        config = SchedulerConfig(**options)
+        spec = FullAttentionSpec(
+            block_size=block_size, num_kv_heads=1, head_size=4, dtype=DType.FLOAT32
+        )
+        cache = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layers.0"], spec)])
+        limits = KVLimits(max_model_len, config.max_num_batched_tokens)
+        events = EventLog(capacity=10_000)
+        manager = KVCacheManager(cache, limits, has_prefix_cache, events)
+        return Setup(Scheduler(config, manager, max_model_len, events), manager, events)
+
+    return make
+
+
+@pytest.fixture
+def fresh() -> Callable[[int], list[int]]:
+    """Token ids that no earlier call gave."""
+    counter = itertools.count(1000)
+    return lambda num_tokens: list(itertools.islice(counter, num_tokens))
