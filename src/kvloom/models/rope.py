@@ -1,0 +1,185 @@
+"""Rotary frequencies from a model's config, for both spellings Hugging Face configs have.
+
+Formulas: default (RoFormer, arXiv 2104.09864), linear (position interpolation, arXiv 2306.15595),
+yarn (arXiv 2309.00071, section 3), llama3 (the Llama 3.1 release, which names no paper).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvloom.errors import UnsupportedModelError
+from kvloom.models.fields import read_int
+from kvloom.ops.base import Rope
+
+_DEFAULT_THETA = 10000.0
+
+
+@dataclass(frozen=True, slots=True)
+class RopeFields:
+    """A config's rope settings in one spelling.
+
+    Attributes:
+        kind: "default", "linear", "llama3", "yarn", or "factors" (GGUF: one divisor per frequency).
+        settings: what the kind needs besides.
+        original_max_len: context length the model was trained on, before any scaling.
+    """
+
+    kind: str
+    theta: float
+    settings: Mapping[str, Any]
+    max_position_embeddings: int
+    original_max_len: int
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> RopeFields:
+        """From `rope_scaling` and `rope_theta`, or from transformers 5's `rope_parameters`.
+
+        Raises:
+            UnsupportedModelError: a rope of another kind, or one that covers part of a head.
+        """
+        settings = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+        kind = str(settings.get("rope_type", settings.get("type", "default")))
+        if any(isinstance(value, Mapping) for value in settings.values()):
+            kind = "per layer type"
+        if kind not in _KINDS:
+            raise UnsupportedModelError(
+                f"rope kind {kind!r} is not supported; kvloom knows {', '.join(_KINDS)}"
+            )
+        for holder in (settings, config):
+            if holder.get("partial_rotary_factor") not in (None, 1, 1.0):
+                raise UnsupportedModelError(
+                    f"partial_rotary_factor {holder['partial_rotary_factor']} is not part of this "
+                    "model family; remove it from the config if the checkpoint was made without"
+                )
+        max_len = read_int(config, "max_position_embeddings")
+        original = config.get("original_max_position_embeddings") or settings.get(
+            "original_max_position_embeddings"
+        )
+        theta = settings.get("rope_theta") or config.get("rope_theta") or _DEFAULT_THETA
+        return cls(kind, float(theta), settings, max_len, int(original or max_len))
+
+    def number(self, name: str) -> float:
+        """The setting `name`.
+
+        Raises:
+            UnsupportedModelError: it is missing or no number.
+        """
+        value = self.settings.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise UnsupportedModelError(
+                f"rope kind {self.kind!r} needs a number {name!r}, the config has {value!r}"
+            )
+        return float(value)
+
+    @property
+    def yarn_factor(self) -> float:
+        """How far yarn stretches the context; without a factor, as far as the config says."""
+        if self.settings.get("factor") is None:
+            return self.max_position_embeddings / self.original_max_len
+        return self.number("factor")
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest context; yarn configs may keep the length before stretching."""
+        if self.kind != "yarn":
+            return self.max_position_embeddings
+        return max(self.max_position_embeddings, int(self.original_max_len * self.yarn_factor))
+
+
+def build_rope(fields: RopeFields, head_size: int) -> Rope:
+    """The scaled frequencies, one per pair of values in a head of `head_size`.
+
+    Raises:
+        UnsupportedModelError: a setting of the kind is missing or malformed.
+    """
+    if head_size % 2:
+        raise UnsupportedModelError(f"rope rotates pairs, so head size {head_size} must be even")
+    plain = [fields.theta ** (-2.0 * i / head_size) for i in range(head_size // 2)]
+    return _KINDS[fields.kind](fields, plain)
+
+
+def _default(_: RopeFields, plain: list[float]) -> Rope:
+    return Rope(tuple(plain))
+
+
+def _linear(fields: RopeFields, plain: list[float]) -> Rope:
+    factor = fields.number("factor")
+    return Rope(tuple(f / factor for f in plain))
+
+
+def _factors(fields: RopeFields, plain: list[float]) -> Rope:
+    factors = fields.settings.get("factors", ())
+    if len(factors) != len(plain):
+        raise UnsupportedModelError(
+            f"the model's heads have {len(plain)} rope frequencies, but {len(factors)} factors"
+        )
+    return Rope(tuple(f / float(factor) for f, factor in zip(plain, factors, strict=True)))
+
+
+def _llama3(fields: RopeFields, plain: list[float]) -> Rope:
+    factor = fields.number("factor")
+    low, high = fields.number("low_freq_factor"), fields.number("high_freq_factor")
+
+    def scale(frequency: float) -> float:
+        turns = fields.original_max_len * frequency / (2.0 * math.pi)
+        if turns > high:
+            return frequency
+        if turns < low:
+            return frequency / factor
+        kept = (turns - low) / (high - low)
+        return (1.0 - kept) * frequency / factor + kept * frequency
+
+    return Rope(tuple(scale(f) for f in plain))
+
+
+def _yarn(fields: RopeFields, plain: list[float]) -> Rope:
+    factor = fields.yarn_factor
+    low, high = _yarn_ramp(fields, len(plain))
+
+    def scale(i: int, frequency: float) -> float:
+        stretched = min(max((i - low) / (high - low), 0.0), 1.0)
+        return stretched * frequency / factor + (1.0 - stretched) * frequency
+
+    return Rope(
+        tuple(scale(i, f) for i, f in enumerate(plain)), _yarn_attention_factor(fields, factor)
+    )
+
+
+def _yarn_ramp(fields: RopeFields, num_pairs: int) -> tuple[float, float]:
+    """Pairs before the first bound keep their frequency, pairs after the second are stretched."""
+
+    def pair_of(num_turns: float) -> float:
+        wavelengths = fields.original_max_len / (num_turns * 2.0 * math.pi)
+        return num_pairs * math.log(wavelengths) / math.log(fields.theta)
+
+    low = pair_of(float(fields.settings.get("beta_fast") or 32))
+    high = pair_of(float(fields.settings.get("beta_slow") or 1))
+    if fields.settings.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * num_pairs - 1)
+    return low, high if high != low else high + 0.001  # a step, without dividing by zero
+
+
+def _yarn_attention_factor(fields: RopeFields, factor: float) -> float:
+    if fields.settings.get("attention_factor") is not None:
+        return fields.number("attention_factor")
+
+    def magnitude(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+    if fields.settings.get("mscale") and fields.settings.get("mscale_all_dim"):
+        return magnitude(fields.number("mscale")) / magnitude(fields.number("mscale_all_dim"))
+    return magnitude(1.0)
+
+
+_KINDS: dict[str, Callable[[RopeFields, list[float]], Rope]] = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "factors": _factors,
+}
