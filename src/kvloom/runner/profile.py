@@ -1,0 +1,160 @@
+"""What the largest step needs beyond weights and KV: measured, without running all of its layers.
+
+A model is rehearsed on a dummy batch. An operation's memory follows from its shapes alone, so each
+one is computed, and its allocations traced, only the first time its shapes occur; in every further
+layer it merely hands out memory of its result's size. What is alive between two operations is thus
+real in every layer, and the measured peak is the one of the full run at the price of one layer.
+"""
+
+from __future__ import annotations
+
+import functools
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from kvloom.kv.planner import make_kv_cache_spec
+from kvloom.kv.spec import cdiv
+from kvloom.ops.base import AttentionMetadata, Backend, Batch, Communicator, KVLayer, Ops, Value
+from kvloom.runner.input_batch import RunnerLimits
+
+if TYPE_CHECKING:
+    from kvloom.models.base import Model
+
+# Queries attend in tiles, so the chunk with the longest context need not be the whole budget: more
+# queries would take longer, not more memory.
+_CHUNK = 256
+_BLOCK = 1  # every table entry of the dummy batch
+
+
+class LoneRank:
+    """A rank whose peers are not there: its collectives cost what they would, and mean nothing."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+
+    def all_reduce(self, x: Value) -> Value:
+        """Memory for the sum."""
+        return x if self.world_size == 1 else x.copy()
+
+    def all_gather(self, x: Value) -> Value:
+        """As wide as all ranks together."""
+        return x if self.world_size == 1 else np.concatenate([x] * self.world_size, axis=-1)
+
+
+def measure_peak_activation_bytes(
+    model: Model, backend: Backend, communicator: Communicator, limits: RunnerLimits
+) -> int:
+    """Peak bytes of a step of `max_num_batched_tokens` tokens and `max_num_seqs` rows of logits.
+
+    One request of the step has a context of `max_model_len` tokens. Works for backends whose
+    values are numpy arrays. Leaves the model's KV layers unbound.
+    """
+    lone = LoneRank(communicator.rank, communicator.world_size)
+    with _dummy_kv_cache(model, backend, limits), _traced():
+        batch = _dummy_batch(limits)
+        rehearsal = _Rehearsal(backend.ops(batch, lone))
+        model.forward(cast(Ops, rehearsal), batch)
+        return rehearsal.peak_bytes
+
+
+class _Rehearsal:
+    """Operations that compute only shapes they have not seen, and note the peak of memory."""
+
+    def __init__(self, ops: Ops) -> None:
+        self.peak_bytes = 0
+        self._ops = ops
+        self._seen: dict[tuple[Any, ...], tuple[int, list[tuple[int, ...]]]] = {}
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return functools.partial(self._run, name)
+
+    def _run(self, name: str, *args: Any, **options: Any) -> Any:
+        arguments = (*args, *options.values())
+        key = (name, *options, *map(_signature, arguments))
+        held_bytes, _ = tracemalloc.get_traced_memory()
+        if key in self._seen:
+            needed_bytes, shapes = self._seen[key]
+            results = [np.zeros(shape, np.float32) for shape in shapes]
+        else:
+            tracemalloc.reset_peak()
+            returned = getattr(self._ops, name)(*args, **options)
+            needed_bytes = tracemalloc.get_traced_memory()[1] - held_bytes
+            results = list(returned) if isinstance(returned, tuple) else [returned]
+            # Views cost nothing: they are made for real each time, lest they count twice.
+            if not _is_view(results, arguments):
+                self._seen[key] = needed_bytes, [result.shape for result in results]
+        self.peak_bytes = max(self.peak_bytes, held_bytes + needed_bytes)
+        return tuple(results) if len(results) > 1 else results[0]
+
+
+def _signature(argument: Any) -> Any:
+    """What an operation's memory depends on: the shape of a value or weight, a layer's spec."""
+    if isinstance(argument, KVLayer):
+        return argument.spec
+    return getattr(argument, "shape", argument)
+
+
+def _is_view(results: list[Any], arguments: tuple[Any, ...]) -> bool:
+    arrays = [a for a in arguments if isinstance(a, np.ndarray)]
+    return any(np.may_share_memory(r, a) for r in results for a in arrays)
+
+
+@contextmanager
+def _traced() -> Iterator[None]:
+    """Trace allocations; a tracer that is already running is left running."""
+    was_tracing = tracemalloc.is_tracing()
+    if not was_tracing:
+        tracemalloc.start()
+    try:
+        yield
+    finally:
+        if not was_tracing:
+            tracemalloc.stop()
+
+
+@contextmanager
+def _dummy_kv_cache(model: Model, backend: Backend, limits: RunnerLimits) -> Iterator[None]:
+    """Bind every layer to two blocks: memory for reads depends on the table, not on the pool."""
+    declared = {spec.name: spec for spec in model.get_kv_spec().layers}
+    for layer in model.attention_layers:
+        spec = make_kv_cache_spec(declared[layer.name], limits.block_size)
+        if spec.shared_target is not None:
+            spec = make_kv_cache_spec(declared[spec.shared_target], limits.block_size)
+        layer.spec = spec
+        layer.storage = backend.view_kv(
+            backend.allocate_kv(2 * spec.page_size_bytes), spec, num_blocks=2
+        )
+    try:
+        yield
+    finally:
+        for layer in model.attention_layers:
+            layer.spec = layer.storage = None
+
+
+def _dummy_batch(limits: RunnerLimits) -> Batch:
+    """Requests of `_CHUNK` tokens that fill the budget; the first one has the longest context."""
+    num_tokens = limits.max_num_batched_tokens
+    counts = np.full(cdiv(num_tokens, _CHUNK), _CHUNK, np.int32)
+    counts[-1] = num_tokens - _CHUNK * (len(counts) - 1)
+    seq_lens = counts.copy()
+    seq_lens[0] = max(limits.max_model_len, counts[0])
+    num_blocks = cdiv(int(seq_lens[0]), limits.block_size)
+    metadata = AttentionMetadata(
+        block_table=np.full((len(counts), num_blocks), _BLOCK, np.int32),
+        slot_mapping=np.full(num_tokens, -1, np.int64),
+        query_start=np.concatenate(([0], np.cumsum(counts))).astype(np.int32),
+        seq_lens=seq_lens,
+        num_computed_tokens=seq_lens - counts,
+        block_size=limits.block_size,
+    )
+    return Batch(
+        token_ids=np.zeros(num_tokens, np.int64),
+        positions=np.zeros(num_tokens, np.int64),
+        logits_rows=np.arange(limits.max_num_seqs, dtype=np.int64) % num_tokens,
+        attention=[metadata],
+    )

@@ -1,0 +1,95 @@
+"""The measured peak against a full run of every layer, traced from outside."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import pytest
+
+from kvloom.dtypes import DType
+from kvloom.models.base import ModelDTypes
+from kvloom.models.parallel import TensorParallelRank
+from kvloom.models.registry import build_model
+from kvloom.ops.base import Ops
+from kvloom.ops.reference import ReferenceBackend
+from kvloom.runner import profile
+from kvloom.runner.profile import LoneRank, measure_peak_activation_bytes
+from kvloom.weights.loader import load_weights
+
+
+def build_loaded(fakes, rank, **changes):
+    config = {**fakes.llama, **changes}
+    dtypes = ModelDTypes(DType.FLOAT32, DType.FLOAT32)
+    model = build_model(config, rank, dtypes)
+    load_weights(model, fakes.checkpoint(config), ReferenceBackend().pack)
+    return model
+
+
+class RunEverything:
+    """In place of the rehearsal: every operation of every layer, traced as a whole."""
+
+    def __init__(self, ops: Ops) -> None:
+        tracemalloc.reset_peak()
+        self._ops = ops
+        self._before = tracemalloc.get_traced_memory()[0]
+
+    def __getattr__(self, name):
+        return getattr(self._ops, name)
+
+    @property
+    def peak_bytes(self):
+        return tracemalloc.get_traced_memory()[1] - self._before
+
+
+# Which operation holds the peak: the MLP of many tokens, the logits, the longest context.
+SIZES = [
+    {"max_num_batched_tokens": 512, "max_num_seqs": 2, "max_model_len": 64},
+    {"max_num_batched_tokens": 8, "max_num_seqs": 300, "max_model_len": 16},
+    {"max_num_batched_tokens": 300, "max_num_seqs": 1, "max_model_len": 20_000},
+]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_rehearsed_peak_is_that_of_a_full_run(fakes, monkeypatch, sizes, world_size):
+    rank = TensorParallelRank(world_size - 1, world_size)
+    model = build_loaded(fakes, rank, num_hidden_layers=4, vocab_size=500)
+    arguments = (model, ReferenceBackend(), LoneRank(rank.rank, world_size), fakes.limits(**sizes))
+    rehearsed = measure_peak_activation_bytes(*arguments)
+    monkeypatch.setattr(profile, "_Rehearsal", RunEverything)
+    full = measure_peak_activation_bytes(*arguments)
+    assert rehearsed == pytest.approx(full, rel=0.02, abs=20_000)
+
+
+def test_each_shape_is_computed_once(fakes):
+    model = build_loaded(fakes, TensorParallelRank(), num_hidden_layers=4)
+    backend = ReferenceBackend()
+    calls = []
+    make_ops = backend.ops
+
+    def counting_ops(batch, communicator):
+        ops = make_ops(batch, communicator)
+        attention = ops.attention
+        ops.attention = lambda *args: calls.append(args) or attention(*args)
+        return ops
+
+    backend.ops = counting_ops
+    measure_peak_activation_bytes(model, backend, LoneRank(0, 1), fakes.limits())
+    assert len(calls) == 1
+
+
+def test_measuring_leaves_no_trace(fakes):
+    model = build_loaded(fakes, TensorParallelRank())
+    measure_peak_activation_bytes(model, ReferenceBackend(), LoneRank(0, 1), fakes.limits())
+    assert all(layer.storage is None and layer.spec is None for layer in model.attention_layers)
+    assert not tracemalloc.is_tracing()
+
+
+def test_a_tracer_that_runs_already_keeps_running(fakes):
+    model = build_loaded(fakes, TensorParallelRank())
+    tracemalloc.start()
+    try:
+        measure_peak_activation_bytes(model, ReferenceBackend(), LoneRank(0, 1), fakes.limits())
+        assert tracemalloc.is_tracing()
+    finally:
+        tracemalloc.stop()

@@ -1,0 +1,97 @@
+"""One rank: options it resolves or refuses, and the arithmetic of its memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvloom.config import EngineConfig
+from kvloom.dtypes import DType
+from kvloom.errors import CapacityError, ConfigError, ParallelSizeError, WeightsError
+from kvloom.runner import worker as worker_module
+from kvloom.runner.collectives import SingleRankCommunicator, make_thread_communicators
+from kvloom.runner.worker import Worker
+
+
+def make_worker(fakes, checkpoint=None, **options):
+    config = EngineConfig.from_options({"max_num_seqs": 4, **options})
+    return Worker(config, checkpoint or fakes.checkpoint(fakes.llama), SingleRankCommunicator())
+
+
+def test_memory_is_the_share_of_what_was_there_less_weights_and_peak(fakes, monkeypatch):
+    available = iter([100_000_000, 90_000_000])
+    monkeypatch.setattr(worker_module, "read_available_host_bytes", lambda: next(available))
+    worker = make_worker(fakes, memory_share=0.25)
+    worker.load_model()
+    budget = worker.determine_available_memory()
+    values = sum(t.size for t in fakes.checkpoint(fakes.llama).tensors.values())
+    assert budget.use.weights_bytes == values * 4
+    assert budget.use.activation_bytes > 2048 * fakes.llama["intermediate_size"] * 4
+    assert budget.kv_bytes == 25_000_000 - values * 4 - budget.use.activation_bytes
+
+
+def test_ranks_of_one_host_share_its_memory(fakes, monkeypatch):
+    monkeypatch.setattr(worker_module, "read_available_host_bytes", lambda: 100_000_000)
+    config = EngineConfig.from_options({"tensor_parallel_size": 2})
+    checkpoint = fakes.checkpoint(fakes.llama)
+    for communicator in make_thread_communicators(2):
+        worker = Worker(config, checkpoint, communicator)
+        worker.load_model()
+        budget = worker.determine_available_memory()
+        use = budget.use
+        assert budget.kv_bytes == 25_000_000 - use.weights_bytes - use.activation_bytes
+
+
+def test_a_share_that_is_not_there_now_is_refused(fakes, monkeypatch):
+    available = iter([1_000_000_000, 50_000_000])
+    monkeypatch.setattr(worker_module, "read_available_host_bytes", lambda: next(available))
+    worker = make_worker(fakes)
+    worker.load_model()
+    with pytest.raises(CapacityError, match="memory_share"):
+        worker.determine_available_memory()
+
+
+def test_a_given_size_is_taken_without_a_look_at_the_machine(fakes, monkeypatch):
+    monkeypatch.setattr(worker_module, "read_available_host_bytes", lambda: pytest.fail("looked"))
+    worker = make_worker(fakes, kv_cache_bytes=12_345)
+    worker.load_model()
+    assert worker.determine_available_memory().kv_bytes == 12_345
+
+
+@pytest.mark.parametrize(
+    ("options", "block_size", "dtype"),
+    [
+        ({}, 16, DType.FLOAT32),
+        ({"block_size": 64, "kv_cache_dtype": "bfloat16"}, 64, DType.BFLOAT16),
+        ({"block_size": 1, "dtype": "float32"}, 1, DType.FLOAT32),
+    ],
+)
+def test_specs_follow_the_options(fakes, options, block_size, dtype):
+    specs = make_worker(fakes, **options).get_kv_cache_spec()
+    assert len(specs) == fakes.llama["num_hidden_layers"]
+    for spec in specs.values():
+        assert (spec.block_size, spec.dtype, spec.num_kv_heads) == (block_size, dtype, 2)
+
+
+def test_a_backend_that_is_not_there_is_refused(fakes):
+    with pytest.raises(ConfigError, match="reference"):
+        make_worker(fakes, backend="native")
+
+
+def test_a_dtype_the_backend_does_not_compute_in_is_refused(fakes):
+    with pytest.raises(ConfigError, match="kv_cache_dtype"):
+        make_worker(fakes, dtype="bfloat16")
+
+
+def test_a_wrong_parallel_size_is_refused_before_weights_are_read(fakes):
+    checkpoint = fakes.checkpoint(fakes.llama)
+    config = EngineConfig.from_options({"tensor_parallel_size": 3})
+    with pytest.raises(ParallelSizeError, match="1, 2, 4"):
+        Worker(config, checkpoint, make_thread_communicators(3)[0])
+    assert checkpoint.num_reads == 0
+
+
+def test_a_missing_tensor_is_named(fakes):
+    checkpoint = fakes.checkpoint(fakes.llama)
+    del checkpoint.tensors["model.norm.weight"]
+    with pytest.raises(WeightsError, match=r"model\.norm\.weight"):
+        make_worker(fakes, checkpoint).load_model()
