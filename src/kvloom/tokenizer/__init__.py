@@ -1,0 +1,6 @@
+"""Text to token ids and back, with the model's own rules."""
+
+from kvloom.tokenizer.loading import load_tokenizer
+from kvloom.tokenizer.tokenizer import Tokenizer
+
+__all__ = ["Tokenizer", "load_tokenizer"]

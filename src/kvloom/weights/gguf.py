@@ -1,0 +1,83 @@
+"""GGUF files as checkpoints: configuration, tokenizer metadata, and tensors as float32."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from gguf.constants import GGML_QUANT_SIZES
+from gguf.quants import dequantize
+
+from kvloom.errors import UnsupportedModelError
+from kvloom.weights.gguf_config import translate_config
+from kvloom.weights.gguf_header import TensorInfo, map_file, read_header
+
+# Ends of a sequence, of a turn and of a message.
+_EOS_KEYS = tuple(f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom"))
+_PIECE_VALUES = 1 << 17
+
+
+class GGUFCheckpoint:
+    """A GGUF file: weights, configuration and tokenizer in one.
+
+    Attributes:
+        metadata: the file's key/value pairs, the tokenizer's among them.
+        config: the same as Hugging Face's config.json fields.
+        eos_token_ids: ids that the metadata says end a sequence or a turn.
+        tensor_names: of the weights; those that belong to the configuration are left out.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Read the header.
+
+        Raises:
+            UnsupportedModelError: an architecture, version or tensor type we do not run.
+            WeightsError: the file is cut off or damaged; names the first tensor hit.
+        """
+        self.path = path
+        self._bytes = map_file(path)
+        header = read_header(path)
+        self._tensors = header.tensors
+        self.metadata: Mapping[str, Any] | None = header.metadata
+        factors = self.read("rope_freqs.weight") if "rope_freqs.weight" in self._tensors else None
+        shapes = {name: info.shape for name, info in self._tensors.items()}
+        self.config: dict[str, Any] = translate_config(
+            header.metadata, shapes, None if factors is None else factors.tolist()
+        )
+        # Part of the configuration already.
+        self.tensor_names = frozenset(self._tensors) - {"rope_freqs.weight"}
+        self.eos_token_ids = frozenset(
+            header.metadata[key] for key in _EOS_KEYS if key in header.metadata
+        )
+
+    def read(self, name: str) -> npt.NDArray[np.float32]:
+        """The tensor in float32, its rows in the file's order.
+
+        Raises:
+            UnsupportedModelError: its block format cannot be dequantised.
+        """
+        info = self._tensors[name]
+        try:
+            return self._dequantize(info)
+        except NotImplementedError:
+            raise UnsupportedModelError(
+                f"{self.path}: tensor {name} is stored as {info.type.name}, which cannot be "
+                "dequantised; use a file quantised differently"
+            ) from None
+
+    def _dequantize(self, info: TensorInfo) -> npt.NDArray[np.float32]:
+        # In pieces whose intermediate arrays stay in the processor's cache: twice as fast as the
+        # package's own pieces, and without temporaries as large as the tensor.
+        block_size, block_bytes = GGML_QUANT_SIZES[info.type]
+        num_blocks = info.num_bytes // block_bytes
+        step = _PIECE_VALUES // block_size
+        raw = self._bytes[info.start : info.start + info.num_bytes]
+        blocks = raw.reshape(num_blocks, block_bytes)
+        values = np.empty((num_blocks, block_size), np.float32)
+        for start in range(0, num_blocks, step):
+            piece = blocks[start : start + step].reshape(1, -1)
+            values[start : start + step] = dequantize(piece, info.type).reshape(-1, block_size)
+        return values.reshape(info.shape)

@@ -1,0 +1,184 @@
+"""Hugging Face folders: config.json and safetensors files, read one tensor at a time.
+
+The container is parsed here: the safetensors package hands out bfloat16 only through a framework
+that has it, and numpy does not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvloom.errors import ModelNotFoundError, UnsupportedModelError, WeightsError
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_HEADER_SIZE_BYTES = 8
+# Stored formats that float32 holds exactly, as numpy formats; BF16 is widened by hand.
+_FORMATS = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """One tensor's bytes, not read yet."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    raw: npt.NDArray[np.uint8]
+
+
+class SafetensorsCheckpoint:
+    """A folder as Hugging Face publishes it.
+
+    Attributes:
+        metadata: always None; only GGUF files carry metadata.
+        config: the fields of config.json.
+        eos_token_ids: of generation_config.json, or else of config.json.
+        tensor_names: of all shards.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Read the configuration and the headers of all shards.
+
+        Raises:
+            ModelNotFoundError: no config.json, or no safetensors file.
+            UnsupportedModelError: weights quantised in a way we do not read.
+            WeightsError: a shard is missing, cut off or damaged; names the first tensor hit.
+        """
+        self.path = folder
+        self.metadata: Mapping[str, Any] | None = None
+        self.config = read_json(folder / "config.json")
+        if quantization := self.config.get("quantization_config"):
+            method = quantization.get("quant_method", "an unnamed method")
+            raise UnsupportedModelError(
+                f"{folder}: weights quantised by {method} are not supported; use the unquantised "
+                "model or a GGUF file"
+            )
+        self._tensors = _open_shards(folder)
+        self.tensor_names = frozenset(self._tensors)
+        self.eos_token_ids = _eos_token_ids(folder, self.config)
+
+    def read(self, name: str) -> npt.NDArray[np.float32]:
+        """The tensor in float32.
+
+        Raises:
+            UnsupportedModelError: it is stored in a format we do not read.
+        """
+        tensor = self._tensors[name]
+        if tensor.dtype not in _FORMATS:
+            raise UnsupportedModelError(
+                f"{self.path}: tensor {name} is stored as {tensor.dtype}; "
+                f"formats that can be read: {', '.join(_FORMATS)}"
+            )
+        # A tensor may lie at any byte, so it is copied before it is viewed as wider numbers.
+        values = tensor.raw.copy().view(_FORMATS[tensor.dtype]).reshape(tensor.shape)
+        if tensor.dtype == "BF16":
+            bits = values.astype(np.uint32)
+            bits <<= np.uint32(16)
+            return bits.view(np.float32)
+        return values.astype(np.float32, copy=False)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a model folder.
+
+    Raises:
+        ModelNotFoundError: no such file, or not a JSON object.
+    """
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ModelNotFoundError(
+            f"{path} cannot be read ({error.strerror}); a model folder holds config.json and "
+            "*.safetensors"
+        ) from None
+    except ValueError as error:
+        raise ModelNotFoundError(f"{path} is not valid JSON ({error}); fetch it again") from None
+    if not isinstance(content, dict):
+        raise ModelNotFoundError(f"{path} does not hold a JSON object; fetch it again")
+    return content
+
+
+def _eos_token_ids(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
+    generation = folder / "generation_config.json"
+    ids = read_json(generation).get("eos_token_id") if generation.exists() else None
+    if ids is None:
+        ids = config.get("eos_token_id")
+    if ids is None:
+        return frozenset()
+    return frozenset([ids] if isinstance(ids, int) else ids)
+
+
+def _open_shards(folder: Path) -> dict[str, _Tensor]:
+    if not (folder / _INDEX).exists():
+        return _open_file(_single_file(folder))
+    shard_of: dict[str, str] = read_json(folder / _INDEX).get("weight_map", {})
+    shards = {}
+    for shard in sorted(set(shard_of.values())):
+        if not (folder / shard).exists():
+            name = next(name for name, file in shard_of.items() if file == shard)
+            raise WeightsError(f"{folder}: {shard} is missing, tensor {name} is in it; fetch it")
+        shards[shard] = _open_file(folder / shard)
+    for name, shard in shard_of.items():
+        if name not in shards[shard]:
+            raise WeightsError(
+                f"{folder}: tensor {name} is not in {shard}, where {_INDEX} says it is; "
+                "fetch both again"
+            )
+    # What a shard holds beyond its index is kept, so that the loader reports it as left over.
+    return {name: tensor for shard in shards.values() for name, tensor in shard.items()}
+
+
+def _single_file(folder: Path) -> Path:
+    files = sorted(folder.glob("*.safetensors"))
+    named = folder / _SINGLE
+    if named in files:
+        return named
+    if len(files) == 1:
+        return files[0]
+    found = ", ".join(file.name for file in files) or "no *.safetensors file"
+    raise ModelNotFoundError(
+        f"{folder} has {found}; weights are expected in {_SINGLE}, or in shards listed by {_INDEX}"
+    )
+
+
+def _open_file(path: Path) -> dict[str, _Tensor]:
+    # Eight bytes with the size of a JSON table, the table, then the tensors' bytes.
+    if path.stat().st_size < _HEADER_SIZE_BYTES:
+        raise WeightsError(f"{path} is cut off within its header; fetch it again")
+    data = np.asarray(np.memmap(path, np.uint8, mode="r"))
+    start = _HEADER_SIZE_BYTES + int(data[:_HEADER_SIZE_BYTES].view("<u8")[0])
+    if start > len(data):
+        raise WeightsError(f"{path} is cut off within its header; fetch it again")
+    try:
+        table = json.loads(bytes(data[_HEADER_SIZE_BYTES:start]))
+        entries = {name: entry for name, entry in table.items() if name != "__metadata__"}
+        return {name: _locate(path, name, entry, data[start:]) for name, entry in entries.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightsError(f"{path} has a damaged header ({error}); fetch it again") from None
+
+
+def _locate(
+    path: Path, name: str, entry: Mapping[str, Any], data: npt.NDArray[np.uint8]
+) -> _Tensor:
+    first, end = entry["data_offsets"]
+    if end > len(data):
+        raise WeightsError(
+            f"{path}: tensor {name} ends at byte {end} of {len(data)}; the file is cut off, "
+            "fetch it again"
+        )
+    tensor = _Tensor(entry["dtype"], tuple(entry["shape"]), data[first:end])
+    if tensor.dtype in _FORMATS:
+        num_values = int(np.prod(tensor.shape, dtype=np.int64))
+        if num_values * np.dtype(_FORMATS[tensor.dtype]).itemsize != end - first:
+            raise WeightsError(
+                f"{path}: tensor {name} of shape {list(tensor.shape)} has {end - first} bytes; "
+                "the file is damaged"
+            )
+    return tensor

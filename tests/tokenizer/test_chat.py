@@ -1,0 +1,75 @@
+"""Chat templates: the functions they expect, and what stops them."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+import pytest
+
+from kvloom.errors import RequestError
+from kvloom.tokenizer.chat import ChatTemplate
+
+USER = [{"role": "user", "content": "hi"}]
+
+
+def render(template: str, messages: list[Any] = USER) -> str:
+    return ChatTemplate(template, {}).render(messages, add_generation_prompt=True)
+
+
+def test_blocks_leave_no_lines() -> None:
+    assert render("  {% if true %}\nx\n  {% endif %}\n{# no #}\ny") == "x\ny"
+
+
+def test_tojson_does_not_escape_for_html() -> None:
+    assert render("{{ messages | tojson }}") == '[{"role": "user", "content": "hi"}]'
+    messages = [{"role": "user", "content": "<é&'>"}]
+    assert render("{{ messages[0].content | tojson }}", messages) == '"<é&\'>"'
+    assert render("{{ {'b': 1, 'a': 2} | tojson(indent=1, sort_keys=true) }}") == (
+        '{\n "a": 2,\n "b": 1\n}'
+    )
+
+
+def test_the_date() -> None:
+    assert render("{{ strftime_now('%Y') }}") in {
+        str(datetime.now().year),
+        str(datetime.now().year - 1),
+    }
+
+
+def test_generation_tags_are_their_body() -> None:
+    assert render("{% generation %}a{{ 1 }}{% endgeneration %}b") == "a1b"
+
+
+def test_loops_can_be_left() -> None:
+    template = "{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}"
+    assert render(template) == "01"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{% for %}",
+        "{{ nothing.at.all }}",
+        "{{ messages[0].content + 1 }}",
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ 1 // 0 }}",
+        "{{ range(10 ** 9) }}",
+    ],
+)
+def test_failures_name_the_messages(template: str) -> None:
+    with pytest.raises(RequestError, match="messages: the model's chat template"):
+        render(template)
+
+
+def test_the_templates_own_words_are_kept() -> None:
+    with pytest.raises(RequestError, match="roles must alternate"):
+        render("{{ raise_exception('roles must alternate') }}")
+
+
+@pytest.mark.parametrize("message", ["hi", {}, {"content": "hi"}, {"role": 1, "content": "hi"}])
+def test_messages_that_are_none(message: Any) -> None:
+    with pytest.raises(RequestError, match="messages: number 1 is not an object with a role"):
+        render("x", [*USER, message])
