@@ -1,0 +1,135 @@
+"""Rope frequencies from their formulas; transformers' own values are in the golden logits."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from kvloom.errors import UnsupportedModelError
+from kvloom.models.rope import RopeFields, build_rope
+from kvloom.ops.base import Rope
+
+LLAMA31 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+def rope(head_size: int = 128, theta: float = 500000.0, **config: Any) -> Rope:
+    fields = {"max_position_embeddings": 131072, "rope_theta": theta, **config}
+    return build_rope(RopeFields.read(fields), head_size)
+
+
+def plain(head_size: int = 128, theta: float = 500000.0) -> list[float]:
+    return [1.0 / theta ** (2 * i / head_size) for i in range(head_size // 2)]
+
+
+def test_default() -> None:
+    assert rope(4, 100.0).inv_freq == pytest.approx((1.0, 0.1))
+    assert rope(4, 100.0).attention_factor == 1.0
+    assert rope(rope_scaling=None).inv_freq == pytest.approx(plain())
+    no_theta = RopeFields.read({"max_position_embeddings": 64})
+    assert build_rope(no_theta, 4).inv_freq == pytest.approx((1.0, 0.01))
+
+
+def test_linear_stretches_every_frequency() -> None:
+    scaled = rope(rope_scaling={"type": "linear", "factor": 2.5})
+    assert scaled.inv_freq == pytest.approx([f / 2.5 for f in plain()])
+
+
+def test_llama3_keeps_fast_pairs_and_stretches_slow_ones() -> None:
+    frequencies = rope(rope_scaling=LLAMA31).inv_freq
+    for new, old in zip(frequencies, plain(), strict=True):
+        wavelength = 2 * math.pi / old
+        if wavelength < 8192 / 4:
+            assert new == pytest.approx(old)
+        elif wavelength > 8192 / 1:
+            assert new == pytest.approx(old / 8)
+        else:
+            assert old / 8 < new < old
+    assert list(frequencies) == sorted(frequencies, reverse=True)
+
+
+def test_yarn_keeps_fast_pairs_and_stretches_slow_ones() -> None:
+    scaled = rope(128, 1e6, rope_scaling=YARN)
+    turns = [32768 * f / (2 * math.pi) for f in plain(128, 1e6)]
+    for new, old, num_turns in zip(scaled.inv_freq, plain(128, 1e6), turns, strict=True):
+        if num_turns > 32 * 1.3:  # one pair of slack: the bounds are rounded to pairs
+            assert new == pytest.approx(old)
+        elif num_turns < 1 / 1.3:
+            assert new == pytest.approx(old / 4)
+        else:
+            assert old / 4 <= new <= old
+    assert scaled.attention_factor == pytest.approx(0.1 * math.log(4) + 1)
+
+
+def test_yarn_attention_factors() -> None:
+    def factor(**settings: Any) -> float:
+        return rope(rope_scaling=YARN | settings).attention_factor
+
+    assert factor(attention_factor=0.7) == 0.7
+    assert factor(mscale=1.0, mscale_all_dim=1.0) == 1.0
+    assert factor(mscale=2.0, mscale_all_dim=1.0) == pytest.approx(
+        (0.2 * math.log(4) + 1) / (0.1 * math.log(4) + 1)
+    )
+    assert factor(factor=1.0) == 1.0
+
+
+def test_yarn_without_a_factor_stretches_as_far_as_the_config_says() -> None:
+    implied = rope(rope_scaling=YARN | {"factor": None})
+    assert implied == rope(rope_scaling=YARN | {"factor": 131072 / 32768})
+
+
+def test_factors_divide_and_llama3_is_a_set_of_factors() -> None:
+    wanted = rope(rope_scaling=LLAMA31).inv_freq
+    factors = [old / new for old, new in zip(plain(), wanted, strict=True)]
+    scaled = rope(rope_scaling={"rope_type": "factors", "factors": factors})
+    assert scaled.inv_freq == pytest.approx(wanted)
+    with pytest.raises(UnsupportedModelError, match="64 rope frequencies, but 3 factors"):
+        rope(rope_scaling={"rope_type": "factors", "factors": [1.0, 1.0, 1.0]})
+
+
+@pytest.mark.parametrize("scaling", [LLAMA31, YARN, {"rope_type": "linear", "factor": 2.0}])
+def test_both_spellings_mean_the_same(scaling: dict[str, Any]) -> None:
+    old = rope(rope_scaling=scaling)
+    new = RopeFields.read(
+        {
+            "max_position_embeddings": 131072,
+            "rope_parameters": {**scaling, "rope_theta": 500000.0},
+        }
+    )
+    assert build_rope(new, 128) == old
+    outside = {k: v for k, v in scaling.items() if k != "original_max_position_embeddings"}
+    original = scaling.get("original_max_position_embeddings")
+    assert rope(rope_scaling=outside, original_max_position_embeddings=original) == old
+
+
+def test_longest_context() -> None:
+    def longest(**config: Any) -> int:
+        return RopeFields.read({"max_position_embeddings": 40960, **config}).max_model_len
+
+    assert longest() == 40960
+    assert longest(rope_scaling=LLAMA31) == 40960
+    assert longest(rope_scaling={"type": "linear", "factor": 4.0}) == 40960
+    assert longest(rope_scaling=YARN) == 131072
+    assert longest(rope_scaling=YARN | {"factor": 1.0}) == 40960
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "mrope", "proportional", "su"])
+def test_unknown_kinds_are_refused_by_name(kind: str) -> None:
+    for key in ("type", "rope_type"):
+        with pytest.raises(UnsupportedModelError, match=f"rope kind '{kind}' is not supported"):
+            rope(rope_scaling={key: kind, "factor": 2.0})
+
+
+@pytest.mark.parametrize("missing", ["factor", "low_freq_factor", "high_freq_factor"])
+def test_missing_settings_are_refused_by_name(missing: str) -> None:
+    settings = {k: v for k, v in LLAMA31.items() if k != missing}
+    with pytest.raises(UnsupportedModelError, match=f"'llama3' needs a number '{missing}'"):
+        rope(rope_scaling=settings)

@@ -1,0 +1,237 @@
+"""Attention of the reference, from definitions: what a query sees is the mean of what is visible.
+
+With q = k = 0 all visible keys weigh the same, so v_j = j gives the mean of the visible j.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvloom.dtypes import DType
+from kvloom.kv.spec import FullAttentionSpec
+from kvloom.ops.base import AttentionMetadata, Batch, KVLayer
+from kvloom.ops.reference import ReferenceBackend
+from kvloom.runner.collectives import SingleRankCommunicator
+
+BLOCK_SIZES = [1, 2, 4, 8, 16]
+SCHEDULES = {"prefill": [10], "decode": [1] * 10, "chunks": [3, 3, 4]}
+HEAD_SIZE = 2
+NAN_BITS = -1  # all bits set is a NaN in float32, float16 and bfloat16
+
+
+@dataclass
+class Piece:
+    """The next tokens of one request in a step, with their q, k, v [num_tokens, heads, size]."""
+
+    request: int
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+
+
+class Cache:
+    """One attention layer over a pool filled with NaN; request r owns a shuffled run of blocks."""
+
+    def __init__(self, block_size: int, *, num_requests: int = 1, **spec: Any) -> None:
+        blocks_each = -(-320 // block_size)
+        self.num_blocks = 1 + num_requests * blocks_each
+        ids = 1 + np.random.default_rng(7).permutation(self.num_blocks - 1)
+        self.tables = ids.reshape(num_requests, blocks_each).astype(np.int32)
+        self.num_computed = [0] * num_requests
+        self.block_size = block_size
+        self.backend = ReferenceBackend()
+        defaults = {"num_kv_heads": 1, "head_size": HEAD_SIZE, "dtype": DType.FLOAT32}
+        self.spec = FullAttentionSpec(block_size=block_size, **(defaults | spec))
+        self.raw = self.backend.allocate_kv(self.spec.page_size_bytes * self.num_blocks)
+        self.raw[:] = NAN_BITS
+        storage = self.backend.view_kv(self.raw, self.spec, self.num_blocks)
+        self.layer = KVLayer("layers.0.self_attn", self.spec, 0, storage)
+
+    def slots(self, request: int, num_tokens: int) -> np.ndarray:
+        positions = self.num_computed[request] + np.arange(num_tokens)
+        blocks = self.tables[request][positions // self.block_size].astype(np.int64)
+        return blocks * self.block_size + positions % self.block_size
+
+    def step(self, pieces: Sequence[Piece], scale: float = 1.0, num_padding: int = 0) -> np.ndarray:
+        """[num_tokens + num_padding, num_heads, head_size_v] of all pieces, one after another."""
+        counts = [len(piece.q) for piece in pieces]
+        slots = [self.slots(p.request, n) for p, n in zip(pieces, counts, strict=True)]
+        before = [self.num_computed[p.request] for p in pieces]
+        padding = np.full(num_padding, -1, np.int64)
+        metadata = AttentionMetadata(
+            block_table=self.tables[[p.request for p in pieces]],
+            slot_mapping=np.concatenate([*slots, padding]),
+            query_start=np.cumsum([0, *counts]).astype(np.int32),
+            seq_lens=np.add(before, counts).astype(np.int32),
+            num_computed_tokens=np.array(before, np.int32),
+            block_size=self.block_size,
+        )
+        for piece, count in zip(pieces, counts, strict=True):
+            self.num_computed[piece.request] += count
+        q, k, v = (
+            np.concatenate([getattr(p, name) for p in pieces], dtype=np.float32) for name in "qkv"
+        )
+        pad = ((0, num_padding), (0, 0), (0, 0))
+        q, k, v = (np.pad(x, pad, constant_values=np.nan) for x in (q, k, v))
+        ids = np.zeros(len(q), np.int64)
+        ops = self.backend.ops(Batch(ids, ids, ids, [metadata]), SingleRankCommunicator())
+        return ops.attention(self.layer, q, k, v, scale).reshape(
+            len(q), q.shape[1], self.spec.value_head_size
+        )
+
+
+def constant(num_tokens: int, value: float, num_heads: int = 1) -> np.ndarray:
+    return np.full((num_tokens, num_heads, HEAD_SIZE), value, np.float32)
+
+
+def counting(first: int, num_tokens: int) -> np.ndarray:
+    """v_j = j in every value, for the positions from `first` on."""
+    return constant(num_tokens, 0.0) + np.arange(first, first + num_tokens)[:, None, None]
+
+
+def run_counting(cache: Cache, chunks: Sequence[int], qk: tuple[float, float] = (0.0, 0.0)) -> Any:
+    """Output [num_tokens, head_size] of one request with constant q, k and counting v."""
+    outputs = []
+    for count in chunks:
+        first = cache.num_computed[0]
+        piece = Piece(0, constant(count, qk[0]), constant(count, qk[1]), counting(first, count))
+        outputs.append(cache.step([piece])[:, 0])
+    return np.concatenate(outputs)
+
+
+def mean_of_visible(num_tokens: int) -> np.ndarray:
+    """Position i sees 0..i, whose mean is i / 2."""
+    return np.repeat(np.arange(num_tokens)[:, None] / 2.0, HEAD_SIZE, axis=1)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_full_attention_is_the_mean_of_all_earlier_values(block_size: int, schedule: str) -> None:
+    out = run_counting(Cache(block_size), SCHEDULES[schedule])
+    np.testing.assert_allclose(out, mean_of_visible(10), atol=1e-6)
+    np.testing.assert_allclose(out[[0, 3, 4, 5, 7, 8, 9], 0], [0, 1.5, 2, 2.5, 3.5, 4, 4.5])
+
+
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16])
+@pytest.mark.parametrize("num_tokens", [9, 10, 16])
+@pytest.mark.parametrize("block_size", [4, 8])
+def test_last_block_partial_or_full(block_size: int, num_tokens: int, dtype: DType) -> None:
+    out = run_counting(Cache(block_size, dtype=dtype), [num_tokens - 1, 1])
+    np.testing.assert_allclose(out, mean_of_visible(num_tokens), atol=1e-6)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_very_negative_scores_are_not_masked(block_size: int, schedule: str) -> None:
+    # q . k = 2 x 100 x -500 = -100000 for every key: a finite mask constant would show through.
+    out = run_counting(Cache(block_size), SCHEDULES[schedule], qk=(100.0, -500.0))
+    np.testing.assert_allclose(out, mean_of_visible(10), atol=1e-5)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_query_heads_share_the_kv_head_of_their_group(block_size: int, schedule: str) -> None:
+    cache = Cache(block_size, num_kv_heads=2)
+    for count in SCHEDULES[schedule]:
+        k = constant(count, 0.0, num_heads=2)
+        v = np.stack([constant(count, 0.0)[:, 0], constant(count, 10.0)[:, 0]], axis=1)
+        out = cache.step([Piece(0, constant(count, 0.0, num_heads=4), k, v)])
+        expected = np.broadcast_to(np.array([0, 0, 10, 10])[:, None], (count, 4, HEAD_SIZE))
+        np.testing.assert_allclose(out, expected, rtol=1e-6)
+
+
+def softmax_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float) -> np.ndarray:
+    """The textbook formula, query by query and head by head, in float64."""
+    out = np.zeros((len(q), q.shape[1], v.shape[2]))
+    for i in range(len(q)):
+        for head in range(q.shape[1]):
+            kv_head = head * k.shape[1] // q.shape[1]
+            scores = [math.fsum(q[i, head] * k[j, kv_head]) * scale for j in range(i + 1)]
+            weights = [math.exp(score - max(scores)) for score in scores]
+            total = sum(weights)
+            out[i, head] = sum(w / total * v[j, kv_head] for j, w in enumerate(weights))
+    return out
+
+
+def random_qkv(num_tokens: int, heads: tuple[int, int], sizes: tuple[int, int]) -> list[np.ndarray]:
+    rng = np.random.default_rng(num_tokens)
+    shapes = [(heads[0], sizes[0]), (heads[1], sizes[0]), (heads[1], sizes[1])]
+    return [rng.standard_normal((num_tokens, *shape)).astype(np.float32) for shape in shapes]
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (4, 2), (3, 1), (4, 4)])
+@pytest.mark.parametrize("block_size", [1, 16, 256])
+def test_equals_the_textbook_formula(block_size: int, heads: tuple[int, int]) -> None:
+    q, k, v = random_qkv(37, heads, (6, 4))
+    cache = Cache(block_size, num_kv_heads=heads[1], head_size=6, head_size_v=4)
+    parts = [slice(0, 1), slice(1, 20), slice(20, 36), slice(36, 37)]
+    out = np.concatenate([cache.step([Piece(0, q[p], k[p], v[p])], scale=0.7) for p in parts])
+    np.testing.assert_allclose(out, softmax_attention(q, k, v, 0.7), atol=2e-6)
+
+
+def test_long_prompts_cross_tiles_of_queries() -> None:
+    out = run_counting(Cache(16), [300, 5])
+    np.testing.assert_allclose(out, mean_of_visible(305), rtol=1e-5)
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_requests_of_one_batch_do_not_see_each_other(block_size: int) -> None:
+    together = Cache(block_size, num_requests=3)
+    alone = Cache(block_size, num_requests=3)
+    steps = [[(0, 5), (2, 1)], [(2, 3), (1, 7), (0, 1)], [(0, 1), (1, 1), (2, 4)]]
+    q, k, v = random_qkv(40, (2, 1), (HEAD_SIZE, HEAD_SIZE))
+    for number, step in enumerate(steps):
+        pieces = []
+        for request, count in step:
+            part = slice(10 * request + number, 10 * request + number + count)
+            pieces.append(Piece(request, q[part], k[part], v[part]))
+        mixed = together.step(pieces)
+        single = np.concatenate([alone.step([piece]) for piece in pieces])
+        np.testing.assert_allclose(mixed, single, atol=1e-6)
+    assert together.num_computed == [7, 8, 8]
+
+
+def test_requests_of_one_step_may_share_blocks_that_the_step_fills() -> None:
+    cache = Cache(4, num_requests=2)
+    cache.tables[0, 0] = cache.tables[1, 0]  # request 0 reads the block that request 1 fills
+    first = Piece(0, constant(1, 0.0), constant(1, 0.0), constant(1, 100.0))
+    second = Piece(1, constant(4, 0.0), constant(4, 0.0), counting(0, 4))
+    cache.num_computed[0] = 4
+    out = cache.step([first, second])  # the reader comes first in the batch
+    np.testing.assert_allclose(out[0, 0], (0 + 1 + 2 + 3 + 100) / 5)
+
+
+def test_padding_writes_nothing_and_changes_nothing() -> None:
+    plain, padded = Cache(4), Cache(4)
+    piece = Piece(0, constant(6, 0.0), constant(6, 0.0), counting(0, 6))
+    expected = plain.step([piece])
+    out = padded.step([piece], num_padding=3)
+    np.testing.assert_array_equal(out[:6], expected)
+    assert np.isfinite(out).all()
+    np.testing.assert_array_equal(padded.raw, plain.raw)
+
+
+def test_a_request_without_tokens_and_an_empty_batch() -> None:
+    cache = Cache(4, num_requests=2)
+    none = Piece(1, constant(0, 0.0), constant(0, 0.0), constant(0, 0.0))
+    some = Piece(0, constant(3, 0.0), constant(3, 0.0), counting(0, 3))
+    np.testing.assert_allclose(cache.step([none, some])[:, 0], mean_of_visible(3), atol=1e-6)
+    assert cache.step([none]).shape == (0, 1, HEAD_SIZE)
+
+
+def test_blocks_of_a_wider_tensor_need_not_be_adjacent() -> None:
+    cache = Cache(4)
+    expected = run_counting(Cache(4), [10])
+    raw = cache.backend.allocate_kv(2 * len(cache.raw))
+    raw[:] = NAN_BITS
+    cache.layer.storage = cache.backend.view_kv(raw, cache.spec, cache.num_blocks)
+    np.testing.assert_array_equal(run_counting(cache, [10]), expected)
+    page = cache.spec.page_size_bytes
+    between = raw.reshape(cache.num_blocks, 2 * page)[:, page:]
+    assert (between == NAN_BITS).all()
