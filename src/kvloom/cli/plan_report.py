@@ -1,0 +1,130 @@
+"""A plan as text for people, and as JSON for programs."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from kvloom.config import AUTO
+from kvloom.dtypes import DType
+from kvloom.kv.memory import format_bytes
+from kvloom.kv.spec import KVLimits
+
+if TYPE_CHECKING:
+    from kvloom.cli.plan import Planned
+    from kvloom.kv.planner import KVCachePlan
+
+Row = tuple[str, str, str]  # what it is, the number, where it comes from
+
+
+def as_json(planned: Planned) -> str:
+    """The plan as one object; workers are KVCacheConfig objects, field by field."""
+    plan = planned.plan
+    spec = plan.configs[0].kv_cache_groups[0].kv_cache_spec
+    summary = {
+        "max_model_len": plan.max_model_len,
+        "block_size": spec.block_size,
+        "num_blocks": plan.num_blocks,
+        "max_concurrency": plan.max_concurrency,
+        "padding_percent": plan.padding_percent,
+        "weights_bytes": planned.weights_bytes,
+        "kv_bytes_per_token": plan.kv_bytes_per_token,
+        "workers": [asdict(config) for config in plan.configs],
+    }
+    return json.dumps(summary, indent=2, default=_dtype_name) + "\n"
+
+
+def _dtype_name(value: Any) -> str:
+    if isinstance(value, DType):
+        return value.value
+    raise TypeError(f"{type(value).__name__} has no JSON form")
+
+
+def as_text(planned: Planned) -> str:
+    """The plan of one rank in four sections, each number with its arithmetic."""
+    budgets = planned.request.budgets
+    sections = {
+        "Memory (peak activation is measured at start: a plan counts none)": [
+            (line.label, format_bytes(line.num_bytes), "")
+            for line in min(budgets, key=lambda b: b.kv_bytes).lines
+        ],
+        "Layers": _layer_rows(planned),
+        "Pool": _pool_rows(planned.plan),
+        "Requests": _request_rows(planned),
+    }
+    rows = [row for section in sections.values() for row in section]
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    tables = (f"\n{title}\n{_table(section, widths)}" for title, section in sections.items())
+    return (
+        f"{planned.title}: weights {planned.dtypes.weights.value}, KV {planned.dtypes.kv.value}, "
+        f"one of {len(budgets)} rank(s)\n{''.join(tables)}"
+    )
+
+
+def _table(rows: list[Row], widths: list[int]) -> str:
+    lines = (
+        f"  {label:<{widths[0]}}  {number:>{widths[1]}}  {note}".rstrip()
+        for label, number, note in rows
+    )
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _layer_rows(planned: Planned) -> list[Row]:
+    """One row per kind of layer."""
+    return [
+        (
+            f"{count} x {type(spec).__name__}",
+            f"{spec.page_size_bytes:,} B",
+            f"one block of one layer: {spec.page_formula}",
+        )
+        for spec, count in Counter(planned.specs.values()).items()
+    ]
+
+
+def _pool_rows(plan: KVCachePlan) -> list[Row]:
+    tightest = plan.available_bytes.index(min(plan.available_bytes))
+    available, block_bytes = plan.available_bytes[tightest], plan.block_bytes[tightest]
+    config = plan.configs[tightest]
+    left_over = available - plan.num_blocks * block_bytes
+    return [
+        *(
+            (f"group {i}", f"{len(group.layer_names)} layers", "share one block table")
+            for i, group in enumerate(config.kv_cache_groups)
+        ),
+        ("block", f"{block_bytes:,} B", "over all layers of a group"),
+        ("num_blocks", f"{plan.num_blocks:,}", f"{available:,} B // {block_bytes:,} B"),
+        ("usable blocks", f"{plan.num_blocks - 1:,}", "block 0 is reserved: it means no block"),
+        *(
+            (f"{count} x tensor", f"{size:,} B", f"{size // plan.num_blocks:,} B x num_blocks")
+            for size, count in Counter(t.size for t in config.kv_cache_tensors).items()
+        ),
+        ("left over", f"{left_over:,} B", "less than a block"),
+        ("padding", f"{plan.padding_percent:.2f} %", "of the pool, as groups differ in bytes"),
+    ]
+
+
+def _request_rows(planned: Planned) -> list[Row]:
+    plan, request = planned.plan, planned.request
+    stored = KVLimits(plan.max_model_len, request.max_num_batched_tokens).max_stored_tokens
+    if request.max_model_len != AUTO:
+        length_note = f"as asked; the model was made for {request.model_max_len}"
+    elif plan.max_model_len == request.model_max_len:
+        length_note = "what the model was made for"
+    else:
+        length_note = f"the largest that fits; the model was made for {request.model_max_len}"
+    return [
+        ("max_model_len", f"{plan.max_model_len}", length_note),
+        ("KV per token", f"{plan.kv_bytes_per_token:,} B", "over all layers"),
+        (
+            "blocks of a request",
+            f"{plan.num_blocks_per_request:,}",
+            f"for {stored} stored tokens: the last of max_model_len is never stored",
+        ),
+        (
+            "max_concurrency",
+            f"{plan.max_concurrency:.3f}",
+            f"{plan.num_blocks - 1:,} / {plan.num_blocks_per_request:,} requests of that length",
+        ),
+    ]

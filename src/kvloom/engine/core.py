@@ -1,0 +1,123 @@
+"""EngineCore: plan, initialise, then the step loop. Only here are all parts wired together."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from kvloom.config import EngineConfig
+from kvloom.engine.stats import EngineStats, StepTimes
+from kvloom.kv.manager import KVCacheManager
+from kvloom.kv.planner import KVCachePlan, PlanRequest, plan_kv_cache
+from kvloom.kv.spec import KVLimits
+from kvloom.request import Request, RequestStatus
+from kvloom.runner.executor import InProcessExecutor
+from kvloom.sched.scheduler import Scheduler
+from kvloom.step import RequestEvent
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvloom.weights.checkpoint import Checkpoint
+
+logger = logging.getLogger(__name__)
+
+
+class EngineCore:
+    """Runs requests on one model until they finish.
+
+    Start-up is the first two integration points: every worker answers its memory and its layers'
+    specs, the planner turns them into one config per worker, workers allocate and bind. Each
+    `step` is the other two.
+    """
+
+    def __init__(self, config: EngineConfig, checkpoint: Checkpoint) -> None:
+        """Load the model, plan the cache and allocate it.
+
+        Raises:
+            ConfigError, ModelError, CapacityError: with the remedy.
+        """
+        self.config = config
+        self._phase_seconds: dict[str, float] = {}
+        self._steps = StepTimes()
+        with self._phase("load weights"):
+            self.executor = InProcessExecutor(config, checkpoint)
+        with self._phase("plan KV cache"):
+            self.plan = self._plan_kv_cache()
+        with self._phase("allocate KV cache"):
+            self.executor.initialize_kv_cache(self.plan.configs)
+        self.max_model_len = self.plan.max_model_len
+        limits = KVLimits(self.max_model_len, config.scheduler.max_num_batched_tokens)
+        self.manager = KVCacheManager(
+            self.plan.configs[0], limits, has_prefix_cache=config.cache.has_prefix_cache
+        )
+        self.scheduler = Scheduler(config.scheduler, self.manager, self.max_model_len)
+
+    def _plan_kv_cache(self) -> KVCachePlan:
+        specs = self.executor.get_kv_cache_specs()
+        memory = self.executor.determine_available_memory()
+        request = PlanRequest(
+            max_model_len=self.config.model.max_model_len,
+            model_max_len=self.executor.model_max_len,
+            max_num_batched_tokens=self.config.scheduler.max_num_batched_tokens,
+            num_blocks=self.config.cache.num_blocks,
+            budgets=self.executor.memory_budgets,
+        )
+        plan = plan_kv_cache(request, specs, memory)
+        logger.info(
+            "KV cache: %d blocks, max_model_len %d, %.2f requests of that length",
+            plan.num_blocks,
+            plan.max_model_len,
+            plan.max_concurrency,
+        )
+        return plan
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """Time a part of the start-up."""
+        start = time.perf_counter()
+        yield
+        self._phase_seconds[name] = time.perf_counter() - start
+
+    def add_requests(self, requests: Iterable[Request]) -> None:
+        """Queue requests."""
+        for request in requests:
+            self.scheduler.add_request(request)
+
+    def abort(self, req_ids: Iterable[str]) -> None:
+        """End requests in any state; unknown and finished ids are no error."""
+        self.scheduler.finish_requests(req_ids, RequestStatus.FINISHED_ABORT)
+
+    def stop(self, req_id: str, stop_string: str) -> None:
+        """End a request whose text reached a stop string."""
+        self.scheduler.finish_requests([req_id], RequestStatus.FINISHED_STOP, stop_string)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has anything to do."""
+        return self.scheduler.has_unfinished_requests()
+
+    def step(self) -> list[RequestEvent]:
+        """Schedule, run and update once."""
+        start = time.perf_counter()
+        output = self.scheduler.schedule()
+        handle = self.executor.execute_model(output)
+        result = self.executor.sample_tokens(handle, output.grammar_bitmask)
+        events = self.scheduler.update(output, result)
+        self._steps.num_steps += 1
+        self._steps.num_scheduled_tokens += output.total_num_scheduled_tokens
+        self._steps.seconds += time.perf_counter() - start
+        return events
+
+    @property
+    def stats(self) -> EngineStats:
+        """All counters."""
+        return EngineStats(
+            self._phase_seconds, self._steps, self.manager.stats, self.scheduler.stats
+        )
+
+    def shutdown(self) -> None:
+        """Release the workers."""
+        self.executor.shutdown()

