@@ -40,7 +40,9 @@ def smollm2() -> Path:
 
 
 @pytest.fixture(scope="session")
-def models_dir() -> Path | None:
-    """The folder KVLOOM_MODELS names, with further models for long runs; None if it is not set."""
+def models_dir() -> Path:
+    """Where scripts/fetch_models puts further models: KVLOOM_MODELS, else in kvloom's cache."""
+    from kvloom.weights.source import cache_folder
+
     folder = os.environ.get("KVLOOM_MODELS")
-    return Path(folder) if folder else None
+    return Path(folder) if folder else cache_folder() / "models"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +30,10 @@ def first_line(path: Path) -> str:
 
 def sources(*folders: str) -> list[Path]:
     return sorted(p for folder in folders for p in (ROOT / folder).rglob("*") if is_python(p))
+
+
+def cpp_sources() -> list[Path]:
+    return sorted(p for p in (ROOT / "csrc").rglob("*.?pp"))
 
 
 def functions_of(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -80,12 +85,55 @@ def test_files_and_functions_are_short(path: Path):
         assert num_lines <= MAX_FUNCTION_LINES, f"{where} has {num_lines} lines"
 
 
+def cpp_functions_of(text: str) -> Iterator[tuple[str, int]]:
+    """First lines and numbers of lines of all functions, as clang-format leaves them.
+
+    A line that has nothing but a brace, at most two spaces in (in a class), ends what the last line
+    before it that is exactly as far in has started: a function, or a shorter block within one.
+    """
+    lines = text.splitlines()
+    for end, line in enumerate(lines):
+        if line in {"}", "  }"}:
+            starts = re.compile(rf"{line[:-1]}[^ }}#/]")
+            start = max((i for i in range(end) if starts.match(lines[i])), default=end)
+            yield lines[start].strip(), end - start + 1
+
+
+@pytest.mark.parametrize("path", cpp_sources(), ids=lambda p: p.name)
+def test_cpp_files_and_functions_are_short(path: Path):
+    text = path.read_text(encoding="utf-8")
+    assert text.count("\n") <= MAX_FILE_LINES, f"{path} is too long; split it by what it decides"
+    for name, num_lines in cpp_functions_of(text):
+        assert num_lines <= MAX_FUNCTION_LINES, f"{path}: {name} has {num_lines} lines"
+
+
 def test_environment_variables_are_few_and_in_the_readme():
     names = {n for p in sources("src") for n in env_vars_of(ast.parse(p.read_text()))}
     readme = (ROOT / "README.md").read_text()
     assert "?" not in names, "an environment variable's name must be a literal"
     assert len(names - STANDARD_ENV_VARS) <= MAX_ENV_VARS, sorted(names)
     assert not {n for n in names if f"`{n}`" not in readme}
+
+
+def test_cpp_functions_are_measured():
+    text = """
+namespace kvloom {
+struct Args {
+  int size() const {
+    return 1;
+  }
+};
+void run(const Args& args,
+         int item) {
+  if (item) {
+  }
+
+}
+}  // namespace kvloom
+"""
+    functions = dict(cpp_functions_of(text))
+    assert functions["int size() const {"] == 3
+    assert functions["void run(const Args& args,"] == 6
 
 
 def test_env_vars_are_found_however_they_are_read():

@@ -44,6 +44,12 @@ BAD_VALUES = [
     ("logit_bias", {1: 101.0}),
     ("logit_bias", {1: None}),
     ("logit_bias", {"1": 1.0}),
+    ("logit_bias", [1, 2]),
+    ("logit_bias", None),
+    ("ignore_eos", "no"),
+    ("skip_special_tokens", 3),
+    ("spaces_between_special_tokens", None),
+    ("include_stop_str_in_output", 0),
     ("truncate_prompt_tokens", 0),
 ]
 

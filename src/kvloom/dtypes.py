@@ -36,15 +36,15 @@ class DType(Enum):
         return num_values * (4 if self is DType.FLOAT32 else 2)
 
     @classmethod
-    def parse(cls, name: str) -> DType:
+    def parse(cls, name: object) -> DType:
         """The dtype named `name` ("float32", "bfloat16", ...; a leading "torch." is dropped).
 
         Raises:
             ConfigError: no such dtype; the message lists those there are.
         """
-        plain = name.removeprefix("torch.")
+        plain = name.removeprefix("torch.") if isinstance(name, str) else None
         for dtype in cls:
             if dtype.value == plain:
                 return dtype
         known = ", ".join(dtype.value for dtype in cls)
-        raise ConfigError(f"unknown dtype {name!r}; choose one of {known}")
+        raise ConfigError(f"unknown dtype {name!r:.80}; choose one of {known}")

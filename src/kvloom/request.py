@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from kvloom.errors import RequestError
@@ -76,6 +76,9 @@ class SamplingParams:
             object.__setattr__(self, name, _as_tuple(name, getattr(self, name), str))
         ids = _as_tuple("stop_token_ids", self.stop_token_ids, int)
         object.__setattr__(self, "stop_token_ids", ids)
+        for flag in (f.name for f in fields(SamplingParams) if f.type == "bool"):
+            if not isinstance(getattr(self, flag), bool):
+                raise RequestError(flag, f"{getattr(self, flag)!r} is no flag; give True or False")
         for name, kind, low, high in _RANGES:
             _check_range(name, getattr(self, name), kind, (low, high))
         if self.top_p == 0.0:
@@ -87,9 +90,7 @@ class SamplingParams:
         for name in ("stop", "bad_words"):
             if any(not word for word in getattr(self, name)):
                 raise RequestError(name, "an empty string matches everywhere; leave it out")
-        _as_tuple("logit_bias", self.logit_bias, int)
-        for token_id, bias in self.logit_bias.items():
-            _check_range(f"logit_bias[{token_id}]", bias, float, (-100.0, 100.0))
+        _check_logit_bias(self.logit_bias)
 
     @property
     def is_greedy(self) -> bool:
@@ -148,6 +149,14 @@ def _check_range(name: str, value: Any, kind: type, bounds: tuple[float, float])
         number = "an integer" if kind is int else "a number"
         limits = f"of at least {low}" if high == math.inf else f"within [{low}, {high}]"
         raise RequestError(name, f"{value!r} is not {number} {limits}")
+
+
+def _check_logit_bias(biases: Any) -> None:
+    if not isinstance(biases, Mapping):
+        raise RequestError("logit_bias", f"{biases!r} is no dict of token ids and numbers")
+    _as_tuple("logit_bias", biases, int)
+    for token_id, bias in biases.items():
+        _check_range(f"logit_bias[{token_id}]", bias, float, (-100.0, 100.0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

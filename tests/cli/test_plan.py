@@ -182,8 +182,11 @@ def test_tensor_parallel_sizes_that_do_not_fit_are_refused(capsys, tp):
 
 
 def test_layers_that_cannot_be_planned_yet_are_refused(capsys):
-    message = refusal(capsys, str(CONFIGS / "mistral-7b-v0.1.json"), "--memory", "8GiB")
-    assert "SlidingWindowSpec" in message
+    args = [str(CONFIGS / "mistral-7b-v0.1.json"), "--memory", "8GiB"]
+    assert "SlidingWindowSpec" in refusal(capsys, *args)
+    assert "SlidingWindowSpec" in refusal(capsys, *args, "--max-model-len", "4097")
+    plan = plan_json(capsys, *args, "--max-model-len", "4096")  # the window is 4096 as well
+    assert plan["num_blocks"] == 8 * GIB // (16 * 32 * 2 * 8 * 128 * 2)
 
 
 def test_a_folder_needs_no_weights(capsys, tmp_path):
@@ -194,7 +197,9 @@ def test_a_folder_needs_no_weights(capsys, tmp_path):
 def test_the_default_model_is_planned_from_its_file(capsys, smollm2):
     plan = plan_json(capsys, str(smollm2), "--memory", "1GiB")
     assert plan["max_model_len"] == 8192
-    assert plan["kv_bytes_per_token"] == 30 * 2 * 3 * 64 * 4  # the file names no dtype: float32
+    assert plan["kv_bytes_per_token"] == 30 * 2 * 3 * 64 * 2  # a quantised file: KV in bfloat16
+    exact = plan_json(capsys, str(smollm2), "--memory", "1GiB", "--dtype", "float32")
+    assert exact["kv_bytes_per_token"] == 2 * plan["kv_bytes_per_token"]
 
 
 def test_text_shows_the_arithmetic(capsys):
@@ -253,13 +258,22 @@ def test_options_that_are_not_there_are_refused(capsys, option):
         ("512MB", 512_000_000),
         ("1000", 1000),
         ("8B", 8),
+        ("999999TB", 999_999 * 10**12),
     ],
 )
 def test_byte_count(text, num_bytes):
     assert byte_count(text) == num_bytes
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1gib", "1 G i B", "1e9"])
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "-1GiB", "1gib", "1 G i B", "1e9", "40G", "40\u0663GiB"]
+)
 def test_byte_count_refuses_what_it_does_not_know(text):
     with pytest.raises(argparse.ArgumentTypeError, match="GiB"):
+        byte_count(text)
+
+
+@pytest.mark.parametrize("text", ["9" * 400, "9" * 5000, "2000000TiB", f"{1 << 60}"])
+def test_byte_count_refuses_what_no_memory_has(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="more than any memory"):
         byte_count(text)

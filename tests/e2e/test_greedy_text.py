@@ -84,6 +84,7 @@ def generate(llm: LLM, setup: Setup, cases: list[dict[str, Any]]) -> Iterator[li
 def check_setup(setup: Setup, model: Path, cases: list[dict[str, Any]]) -> None:
     llm = LLM(
         model=str(model),
+        backend="reference",
         block_size=setup.block_size,
         max_num_batched_tokens=setup.token_budget,
         has_prefix_cache=setup.has_prefix_cache,
@@ -124,7 +125,7 @@ def test_greedy_text_full_cross(setup: Setup, smollm2: Path) -> None:
 
 def test_chat_answers_as_transformers(smollm2: Path) -> None:
     chat = GOLDEN["chat"]
-    llm = LLM(model=str(smollm2))
+    llm = LLM(model=str(smollm2), backend="reference")
     [answer] = llm.chat(chat["messages"], SamplingParams(temperature=0.0, max_tokens=32))
     assert answer.prompt_token_ids == chat["prompt_token_ids"]
     assert answer.outputs[0].token_ids == chat["token_ids"][: len(answer.outputs[0].token_ids)]

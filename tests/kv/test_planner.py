@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -177,8 +178,8 @@ def test_a_refusal_has_the_arithmetic():
     message = str(refusal.value)
     for fact in (
         "max_model_len 4200",
-        "528.00 MiB of KV (263 blocks and block 0",  # 264 blocks of 2 MiB
-        "worker 0 has 512.00 MiB for KV (256 blocks)",
+        "needs 264 blocks of KV (263 blocks and block 0",  # of 2 MiB
+        "worker 0 has 256 of 2.00 MiB each, from 512.00 MiB for KV",
         "- weights: 3.00 GiB",
         "- peak activation: 512.00 MiB",
         "the largest length that fits is 4081",
@@ -193,6 +194,20 @@ def test_no_memory_is_refused_with_the_arithmetic(available):
     assert budget.kv_bytes == available
     with pytest.raises(CapacityError, match=r"worker 1 has no memory.*- weights: 3\.00 GiB"):
         plan_kv_cache(ask(budgets=(budget, budget)), [layers(2)] * 2, [GIB, available])
+
+
+@pytest.mark.parametrize(
+    ("request_", "memory"),
+    [(ask(), 0), (ask(1 << 20), GIB), (ask(num_blocks=1 << 20), GIB)],
+    ids=["no memory", "too long", "too many"],
+)
+def test_the_remedy_is_that_of_whoever_asks(request_, memory):
+    for asked, remedy in (
+        (request_, "memory_share"),
+        (replace(request_, remedy="buy a bigger one"), "buy a bigger one"),
+    ):
+        with pytest.raises(CapacityError, match=remedy):
+            plan_kv_cache(asked, [layers(2)], [memory])
 
 
 @pytest.mark.parametrize("num_blocks", [0, 1])

@@ -57,8 +57,8 @@ def test_parameters_of_a_layer_by_family() -> None:
 
 def test_a_tied_head_is_the_embedding() -> None:
     tied, untied = build(LLAMA, tie_word_embeddings=True), build(LLAMA)
-    assert tied.ignored_tensors == {"lm_head.weight"}
-    assert untied.ignored_tensors == frozenset()
+    assert tied.ignored_tensors == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert untied.ignored_tensors == {}
     names = [s.name for p in untied.parameters for s in p.sources]
     assert names.count("lm_head.weight") == 1
     assert "lm_head.weight" not in [s.name for p in tied.parameters for s in p.sources]
@@ -106,6 +106,19 @@ def test_windows_of_mistral() -> None:
     assert windows(build(no_window, max_position_embeddings=8192)) == [4096, 4096]
 
 
+@pytest.mark.parametrize(
+    ("longest_request", "expected"), [("auto", 16), (17, 16), (16, None), (10**6, 16)]
+)
+def test_a_window_that_no_request_outgrows_is_none(
+    longest_request: Any, expected: int | None
+) -> None:
+    """The model was made for 64 tokens; a query sees 16 keys, and a request of 16 has no more."""
+    config = MISTRAL | {"sliding_window": 16}
+    model = build_model(config, TensorParallelRank(), DTYPES, longest_request)
+    assert windows(model) == [expected, expected]
+    assert model.max_model_len == 64
+
+
 @pytest.mark.parametrize("config", [QWEN2, QWEN3], ids=["qwen2", "qwen3"])
 def test_windows_of_qwen(config: dict[str, Any]) -> None:
     assert windows(build(config, sliding_window=16)) == [None, None]
@@ -137,6 +150,25 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "partial rope": (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
     "layer types": (QWEN3, {"layer_types": ["full_attention", "linear"]}, "layer_types"),
     "too few types": (QWEN2, {"layer_types": ["full_attention"]}, "layer_types"),
+    "types as text": (QWEN3, {"layer_types": "full_attention"}, "layer_types"),
+    "types of types": (QWEN2, {"layer_types": [["full_attention"], 3]}, "layer_types"),
+    "activations": (LLAMA, {"hidden_act": ["silu"]}, "hidden_act"),
+    "endless size": (LLAMA, {"hidden_size": 10**400}, "hidden_size should be a positive integer"),
+    "eps as text": (LLAMA, {"rms_norm_eps": "x"}, "rms_norm_eps should be a finite number above 0"),
+    "negative eps": (LLAMA, {"rms_norm_eps": -1}, "rms_norm_eps should be a finite number"),
+    "no number": (LLAMA, {"rms_norm_eps": float("nan")}, "rms_norm_eps should be a finite number"),
+    "bias as text": (LLAMA, {"attention_bias": "false"}, "attention_bias should be true or false"),
+    "mlp bias": (LLAMA, {"mlp_bias": 1}, "mlp_bias should be true or false, not 1"),
+    "qwen3 bias": (QWEN3, {"attention_bias": "no"}, "attention_bias should be true or false"),
+    "tied as text": (LLAMA, {"tie_word_embeddings": "no"}, "tie_word_embeddings should be true or"),
+    "window as text": (MISTRAL, {"sliding_window": "x"}, "sliding_window should be a positive int"),
+    "no window": (MISTRAL, {"sliding_window": 0}, "sliding_window should be a positive integer"),
+    "window switch": (QWEN2, {"use_sliding_window": "no"}, "use_sliding_window should be true or"),
+    "first window": (
+        QWEN2,
+        {"use_sliding_window": True, "max_window_layers": -1},
+        "max_window_layers should be an integer from 0 on",
+    ),
     "mistral types": (MISTRAL, {"layer_types": ["full_attention"] * 2}, "layer_types"),
 }
 

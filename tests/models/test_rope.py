@@ -11,6 +11,7 @@ from kvloom.errors import UnsupportedModelError
 from kvloom.models.rope import RopeFields, build_rope
 from kvloom.ops.base import Rope
 
+GGUF_FACTORS = "gguf.rope_factors"  # what the translation of a GGUF file calls them
 LLAMA31 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -89,10 +90,13 @@ def test_yarn_without_a_factor_stretches_as_far_as_the_config_says() -> None:
 def test_factors_divide_and_llama3_is_a_set_of_factors() -> None:
     wanted = rope(rope_scaling=LLAMA31).inv_freq
     factors = [old / new for old, new in zip(plain(), wanted, strict=True)]
-    scaled = rope(rope_scaling={"rope_type": "factors", "factors": factors})
+    scaled = rope(**{GGUF_FACTORS: factors})
     assert scaled.inv_freq == pytest.approx(wanted)
     with pytest.raises(UnsupportedModelError, match="64 rope frequencies, but 3 factors"):
-        rope(rope_scaling={"rope_type": "factors", "factors": [1.0, 1.0, 1.0]})
+        rope(**{GGUF_FACTORS: [1.0, 1.0, 1.0]})
+    for factor in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(UnsupportedModelError, match="positive numbers"):
+            rope(**{GGUF_FACTORS: [factor] * 64})
 
 
 @pytest.mark.parametrize("scaling", [LLAMA31, YARN, {"rope_type": "linear", "factor": 2.0}])
@@ -121,7 +125,7 @@ def test_longest_context() -> None:
     assert longest(rope_scaling=YARN | {"factor": 1.0}) == 40960
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope", "mrope", "proportional", "su"])
+@pytest.mark.parametrize("kind", ["dynamic", "factors", "longrope", "mrope", "proportional", "su"])
 def test_unknown_kinds_are_refused_by_name(kind: str) -> None:
     for key in ("type", "rope_type"):
         with pytest.raises(UnsupportedModelError, match=f"rope kind '{kind}' is not supported"):
@@ -131,5 +135,59 @@ def test_unknown_kinds_are_refused_by_name(kind: str) -> None:
 @pytest.mark.parametrize("missing", ["factor", "low_freq_factor", "high_freq_factor"])
 def test_missing_settings_are_refused_by_name(missing: str) -> None:
     settings = {k: v for k, v in LLAMA31.items() if k != missing}
-    with pytest.raises(UnsupportedModelError, match=f"'llama3' needs a number '{missing}'"):
+    with pytest.raises(UnsupportedModelError, match=f"{missing} should be a finite number above 0"):
         rope(rope_scaling=settings)
+
+
+NAN, INF = math.nan, math.inf
+
+
+@pytest.mark.parametrize("value", ["x", NAN, INF, 10**400, -1, 0, 1, True, [10.0]])
+def test_a_base_is_a_finite_number_above_one(value: Any) -> None:
+    """At 1 all pairs turn alike and yarn's logarithm is 0; below 0 frequencies are complex."""
+    for config in ({"rope_theta": value}, {"rope_parameters": {"rope_theta": value}}):
+        with pytest.raises(UnsupportedModelError, match=r"rope_theta should be .* above 1, not"):
+            rope(**config)
+
+
+@pytest.mark.parametrize("value", ["foo", [1], 3, True])
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
+def test_settings_are_an_object(name: str, value: Any) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"{name} should be an object, not"):
+        rope(**{name: value})
+
+
+@pytest.mark.parametrize("value", ["x", NAN, INF, -2.0, 0, True, [2.0]])
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"rope_type": "linear"}, "factor"),
+        *((LLAMA31, name) for name in ("factor", "low_freq_factor", "high_freq_factor")),
+        *((YARN, name) for name in ("factor", "beta_fast", "beta_slow", "attention_factor")),
+    ],
+)
+def test_settings_are_positive_numbers(settings: dict[str, Any], name: str, value: Any) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"{name} should be a finite number above 0"):
+        rope(rope_scaling=settings | {name: value})
+
+
+@pytest.mark.parametrize("value", ["x", 0, -4, 2.5, True])
+def test_the_original_length_is_a_positive_integer(value: Any) -> None:
+    name = "original_max_position_embeddings"
+    for config in ({"rope_scaling": YARN | {name: value}}, {"rope_scaling": YARN, name: value}):
+        with pytest.raises(UnsupportedModelError, match=f"{name} should be a positive integer"):
+            rope(**config)
+
+
+def test_settings_that_exclude_each_other_are_refused() -> None:
+    """Between the two bounds llama3 blends: there must be something between them."""
+    for low in (4.0, 5.0):
+        with pytest.raises(UnsupportedModelError, match=r"low_freq_factor .* below"):
+            rope(rope_scaling=LLAMA31 | {"low_freq_factor": low})
+    with pytest.raises(UnsupportedModelError, match="truncate should be true or false"):
+        rope(rope_scaling=YARN | {"truncate": "no"})
+
+
+def test_the_kinds_that_are_named_are_those_a_config_can_have() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"knows default, linear, llama3, yarn$"):
+        rope(rope_scaling={"rope_type": "factors"})

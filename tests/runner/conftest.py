@@ -20,6 +20,7 @@ from kvloom.models.base import ModelDTypes
 from kvloom.models.parallel import TensorParallelRank
 from kvloom.models.registry import build_model
 from kvloom.ops.base import KVLayer
+from kvloom.ops.reference import EagerExecutable
 from kvloom.request import ResolvedSamplingParams
 from kvloom.runner.collectives import SingleRankCommunicator
 from kvloom.runner.input_batch import RunnerLimits
@@ -48,7 +49,7 @@ class FakeBackend:
     """KV memory is a table of (token id, position) per slot; -1 where nothing was written."""
 
     name = "fake"
-    default_dtype = DType.FLOAT32
+    packs_stored_rows = False
 
     def __init__(self):
         self.copies = []
@@ -66,8 +67,8 @@ class FakeBackend:
         for source, destination in copies:
             storage[destination] = storage[source]
 
-    def ops(self, batch, communicator):
-        return None
+    def compile(self, model, communicator, sizes):
+        return EagerExecutable(model, lambda batch: None)
 
     def to_host(self, value):
         return value
@@ -211,6 +212,9 @@ class InMemoryCheckpoint:
     def read(self, name):
         self.num_reads += 1
         return self.tensors[name]
+
+    def stored_format(self, name):
+        return "F32"
 
 
 class Fakes:

@@ -162,6 +162,15 @@ def test_a_wrong_parallel_size_is_refused_before_weights_are_read(fakes):
     assert checkpoint.num_reads == 0
 
 
+def test_a_wrong_parallel_size_is_refused_before_anything_is_made_per_rank(fakes, monkeypatch):
+    from kvloom.runner import executor
+
+    monkeypatch.setattr(executor, "make_thread_communicators", lambda size: pytest.fail("made"))
+    config = EngineConfig.from_options({"tensor_parallel_size": 10**9})
+    with pytest.raises(ParallelSizeError, match=r"1000000000.*valid sizes are 1, 2, 4"):
+        InProcessExecutor(config, fakes.checkpoint(fakes.llama))
+
+
 def test_planned_bytes_are_allocated_bytes(fakes, monkeypatch):
     """Every rank allocates what its config says, no more."""
     from kvloom.ops.reference import ReferenceBackend

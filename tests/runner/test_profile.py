@@ -13,7 +13,11 @@ from kvloom.models.registry import build_model
 from kvloom.ops.base import Ops
 from kvloom.ops.reference import ReferenceBackend
 from kvloom.runner import profile
-from kvloom.runner.profile import LoneRank, measure_peak_activation_bytes
+from kvloom.runner.profile import (
+    LoneRank,
+    count_least_activation_bytes,
+    measure_peak_activation_bytes,
+)
 from kvloom.weights.loader import load_weights
 
 
@@ -59,6 +63,31 @@ def test_the_rehearsed_peak_is_that_of_a_full_run(fakes, monkeypatch, sizes, wor
     monkeypatch.setattr(profile, "_Rehearsal", RunEverything)
     full = measure_peak_activation_bytes(*arguments)
     assert rehearsed == pytest.approx(full, rel=0.02, abs=20_000)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_least_is_not_above_the_peak(fakes, sizes, world_size):
+    """Refusing below it refuses nothing that would have run."""
+    rank = TensorParallelRank(0, world_size)
+    model = build_loaded(fakes, rank, vocab_size=500)
+    lone, limits = LoneRank(0, world_size), fakes.limits(**sizes)
+    least = count_least_activation_bytes(model, lone, limits)
+    assert 0 < least <= measure_peak_activation_bytes(model, ReferenceBackend(), lone, limits)
+
+
+def test_a_part_of_a_large_step_is_rehearsed_and_never_says_too_little(fakes, monkeypatch):
+    model = build_loaded(fakes, TensorParallelRank(), vocab_size=5000)
+    sizes = fakes.limits(max_num_batched_tokens=1000, max_num_seqs=1000, max_model_len=16)
+    arguments = (model, ReferenceBackend(), LoneRank(0, 1), sizes)
+    whole = measure_peak_activation_bytes(*arguments)
+    monkeypatch.setattr(profile, "_MAX_REHEARSED_TOKENS", 250)
+    batches = []
+    monkeypatch.setattr(
+        model, "forward", lambda ops, b, f=model.forward: batches.append(b) or f(ops, b)
+    )
+    assert 0.98 * whole <= measure_peak_activation_bytes(*arguments) <= 1.2 * whole
+    assert [(len(b.token_ids), len(b.logits_rows)) for b in batches] == [(250, 250)]
 
 
 def test_each_shape_is_computed_once(fakes):

@@ -50,11 +50,55 @@ def test_a_share_that_is_not_there_now_is_refused(fakes, monkeypatch):
         worker.determine_available_memory()
 
 
-def test_a_given_size_is_taken_without_a_look_at_the_machine(fakes, monkeypatch):
-    monkeypatch.setattr(worker_module, "read_available_host_bytes", lambda: pytest.fail("looked"))
+def say_nothing():
+    raise ConfigError("this system does not tell its available memory")
+
+
+def test_a_given_size_is_taken_from_a_machine_that_does_not_tell(fakes, monkeypatch):
+    monkeypatch.setattr(worker_module, "read_available_host_bytes", say_nothing)
+    with pytest.raises(ConfigError, match="does not tell"):
+        make_worker(fakes)
     worker = make_worker(fakes, kv_cache_bytes=12_345)
     worker.load_model()
     assert worker.determine_available_memory().kv_bytes == 12_345
+
+
+def test_a_given_size_that_is_not_there_now_is_refused(fakes, monkeypatch):
+    monkeypatch.setattr(worker_module, "read_available_host_bytes", lambda: 100_000_000)
+    worker = make_worker(fakes, kv_cache_bytes=10**15)
+    worker.load_model()
+    with pytest.raises(CapacityError, match=r"909\.49 TiB.*95\.37 MiB.*lower kv_cache_bytes"):
+        worker.determine_available_memory()
+
+
+def test_a_step_too_large_is_refused_before_it_is_measured(fakes, monkeypatch):
+    """1000 seats of 300 tokens; a value as wide as the model of each is 300,000 x 32 x 4 bytes."""
+    monkeypatch.setattr(worker_module, "read_available_host_bytes", lambda: 38_000_000)
+    monkeypatch.setattr(
+        "kvloom.runner.model_runner.measure_peak_activation_bytes", lambda *_: pytest.fail("ran")
+    )
+    sizes = {"max_num_seqs": 1000, "max_num_batched_tokens": 10**9}
+    worker = make_worker(fakes, backend="reference", **sizes)
+    worker.load_model()
+    with pytest.raises(CapacityError, match="300000 tokens and 1000 requests"):
+        worker.determine_available_memory()
+
+
+@pytest.mark.parametrize(
+    ("asked", "limits"),
+    [
+        ((4, 2048), (4, 1200)),
+        ((10**9, 2048), (2048, 2048)),
+        ((10**9, 10**12), (10**9, 300 * 10**9)),
+        ((64, 7), (7, 7)),
+    ],
+)
+def test_sizes_end_where_a_step_cannot_reach(fakes, asked, limits):
+    """A request of a step has 1 to 300 tokens."""
+    num_seqs, num_tokens = asked
+    worker = make_worker(fakes, max_num_seqs=num_seqs, max_num_batched_tokens=num_tokens)
+    found = worker._runner.limits
+    assert (found.max_num_seqs, found.max_num_batched_tokens) == limits
 
 
 @pytest.mark.parametrize(

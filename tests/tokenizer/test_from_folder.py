@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from kvloom.errors import ModelNotFoundError
+from kvloom.errors import ModelNotFoundError, UnsupportedModelError
 from kvloom.tokenizer import Tokenizer, load_tokenizer
 
 BOS, EOS = 256, 257
@@ -20,8 +20,9 @@ BOS, EOS = 256, 257
 @dataclass
 class Files:
     path: Path
-    metadata: None = None
+    metadata: dict[str, Any] | None = None
     eos_token_ids: frozenset[int] = frozenset()
+    config: dict[str, Any] = field(default_factory=dict)
 
 
 @pytest.fixture
@@ -120,3 +121,17 @@ def test_folders_without_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ModelNotFoundError, match=r"has no tokenizer\.json"):
         load_tokenizer(Files(folder))
+
+
+@pytest.mark.parametrize(("vocab_size", "kept"), [(257, {0, 256}), (258, {0, 256, 257})])
+def test_ends_without_logits_are_left_out(folder: Path, vocab_size: int, kept: set[int]) -> None:
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    ends = frozenset({-1, 0, 256, 258})
+    files = Files(folder, eos_token_ids=ends, config={"vocab_size": vocab_size})
+    assert load_tokenizer(files).eos_token_ids == kept
+
+
+@pytest.mark.parametrize("kind", ["bos", "eos"])
+def test_a_placed_token_must_be_in_the_vocabulary(folder: Path, kind: str) -> None:
+    with pytest.raises(UnsupportedModelError, match="'<none>', which is not in its vocabulary"):
+        load(folder, **{f"{kind}_token": "<none>", f"add_{kind}_token": True})

@@ -187,7 +187,6 @@ def test_gemma_merges_in_the_order_of_its_tokens() -> None:
     [
         ({"model": "t5"}, "GGUF tokenizer 't5'.*'gpt2', 'llama'"),
         ({"pre": "bloom"}, "pre-tokenizer 'bloom'.*gpt-2"),
-        ({"pre": None}, "pre-tokenizer None"),
         ({"bos_token_id": 99}, r"bos_token_id = 99 is outside"),
         ({"merges": ["a nothing"]}, "damaged"),
     ],
@@ -198,6 +197,47 @@ def test_what_is_not_known_is_refused(change: dict[str, Any], message: str) -> N
             byte_level(["a"], []) | {f"tokenizer.ggml.{k}": v for k, v in change.items()},
             frozenset(),
         )
+
+
+def test_a_missing_pre_tokenizer_is_refused() -> None:
+    metadata = byte_level(["a"], [])
+    del metadata["tokenizer.ggml.pre"]
+    with pytest.raises(UnsupportedModelError, match="pre-tokenizer None"):
+        tokenizer_from_gguf(metadata, frozenset())
+
+
+IDS = [f"{name}_token_id" for name in ("bos", "eos", "unknown", "padding")]
+
+
+@pytest.mark.parametrize("make", [lambda: byte_level(["a"], []), lambda: sentencepiece({"a": 0.0})])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *((f"ggml.{key}", value) for key in IDS for value in ([1], "1", None, 1.0, True)),
+        *((f"ggml.{key}", value) for key in ("tokens", "merges") for value in ("a", 1, None, [1])),
+        *(("ggml.token_type", value) for value in ("a", 1, None, ["a"])),
+        *(("ggml.scores", value) for value in ("a", 1.0, None, ["a"])),
+        *(("ggml.pre", value) for value in (["gpt-2"], 1, None)),
+        *(("ggml.model", value) for value in (["gpt2"], 1, None)),
+        *(
+            (f"ggml.add_{key}", value)
+            for key in ("bos_token", "eos_token", "space_prefix")
+            for value in ("false", [False], None)
+        ),
+        *(("chat_template", value) for value in (1, ["{{ x }}"], None)),
+    ],
+)
+def test_values_of_another_kind_are_refused_by_name(make: Any, key: str, value: Any) -> None:
+    message = "GGUF tokenizer" if key == "ggml.model" else rf"GGUF metadata tokenizer\.{key} "
+    with pytest.raises(UnsupportedModelError, match=message):
+        tokenizer_from_gguf(make() | {f"tokenizer.{key}": value}, frozenset())
+
+
+def test_scores_that_are_too_few_are_refused() -> None:
+    metadata = sentencepiece({"a": 0.0})
+    metadata["tokenizer.ggml.scores"].pop()
+    with pytest.raises(UnsupportedModelError, match="259 values for 260 tokens"):
+        tokenizer_from_gguf(metadata, frozenset())
 
 
 def test_a_file_without_tokenizer() -> None:

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import MODEL_ARCH, GGMLQuantizationType, get_tensor_name_map
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from gguf_files import write_gguf
 from kvloom.dtypes import DType
-from kvloom.errors import WeightsError
+from kvloom.errors import ModelError, WeightsError
 from kvloom.models.base import Model, ModelDTypes
 from kvloom.models.parallel import TensorParallelRank
 from kvloom.models.registry import build_model
@@ -96,6 +96,48 @@ def test_both_formats_load_the_same(tmp_path: Path, name: str, rank: TensorParal
         for parameter in folder.parameters:
             expected = np.concatenate([weights[source.name] for source in parameter.sources])
             np.testing.assert_array_equal(parameter.value, expected)
+
+
+def test_a_stored_head_of_a_tied_model_must_be_the_embedding(tmp_path: Path) -> None:
+    config = CASES["llama_tied"]
+    weights = make_weights(tensor_shapes(config))
+    embedding = weights["model.embed_tokens.weight"]
+    same = write_folder(tmp_path / "same", config, weights | {"lm_head.weight": embedding})
+    load(same, TensorParallelRank(1, 2))
+    own = write_folder(tmp_path / "own", config, weights | {"lm_head.weight": embedding + 1})
+    with pytest.raises(WeightsError, match=r"lm_head\.weight differs from model\.embed_tokens"):
+        load(own, TensorParallelRank(1, 2))
+
+
+def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
+    config = CASES["llama_gqa"]
+    folder = write_folder(tmp_path / "m", config, make_weights(tensor_shapes(config)))
+    shard = folder / "1.safetensors"
+    save_file(load_file(shard) | {"model.embed_tokens.weight": np.zeros((2, 2))}, shard)
+    message = r"model\.embed_tokens\.weight is both in 0\.safetensors and in 1\.safetensors"
+    with pytest.raises(WeightsError, match=message):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("place", [None, [], 5, {}])
+def test_an_index_that_names_no_file_is_refused(tmp_path: Path, place: Any) -> None:
+    config = CASES["llama_gqa"]
+    folder = write_folder(tmp_path / "m", config, make_weights(tensor_shapes(config)))
+    index = folder / "model.safetensors.index.json"
+    places = json.loads(index.read_text())["weight_map"]
+    for broken in (place, places | {"model.norm.weight": place}):
+        index.write_text(json.dumps({"weight_map": broken}))
+        with pytest.raises(ModelError, match=r"weight_map|no tensor"):
+            load(folder, TensorParallelRank())
+
+
+def test_a_shard_that_is_a_folder_is_refused(tmp_path: Path) -> None:
+    config = CASES["llama_gqa"]
+    folder = write_folder(tmp_path / "m", config, make_weights(tensor_shapes(config)))
+    (folder / "1.safetensors").unlink()
+    (folder / "1.safetensors").mkdir()
+    with pytest.raises(ModelError, match=r"1\.safetensors"):
+        open_checkpoint(folder)
 
 
 @pytest.mark.parametrize("write", [write_folder, write_file])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -12,6 +13,7 @@ from gguf import GGMLQuantizationType as GGMLType
 
 from gguf_files import LLAMA_METADATA, write_gguf
 from kvloom.errors import ModelNotFoundError, UnsupportedModelError, WeightsError
+from kvloom.models.rope import RopeFields, build_rope
 from kvloom.weights.checkpoint import open_checkpoint, read_config
 from kvloom.weights.gguf import GGUFCheckpoint
 from kvloom.weights.gguf_header import read_header
@@ -100,14 +102,22 @@ def test_eos_ids_of_sequence_turn_and_message(tmp_path: Path) -> None:
     assert open_checkpoint(path).eos_token_ids == {2, 5, 6}
 
 
+@pytest.mark.parametrize("kind", ["eos", "eot", "eom"])
+@pytest.mark.parametrize("value", ["x", [2], 1.5, True])
+def test_an_end_that_is_no_token_id_is_refused(tmp_path: Path, kind: str, value: Any) -> None:
+    key = f"tokenizer.ggml.{kind}_token_id"
+    tensors = {"token_embd.weight": EMBEDDING}
+    path = write_gguf(tmp_path / "m.gguf", tensors, LLAMA_METADATA | {key: value})
+    with pytest.raises(UnsupportedModelError, match=f"{key} .*should be an integer"):
+        open_checkpoint(path)
+
+
 def test_rope_factors_belong_to_the_configuration(tmp_path: Path) -> None:
     factors = np.array([1.0, 1.0, 2.5, 8.0], np.float32)
     tensors = {"token_embd.weight": EMBEDDING, "rope_freqs.weight": (factors, GGMLType.F32)}
     checkpoint = open_checkpoint(write_gguf(tmp_path / "m.gguf", tensors, LLAMA_METADATA))
-    assert checkpoint.config["rope_scaling"] == {
-        "rope_type": "factors",
-        "factors": [1.0, 1.0, 2.5, 8.0],
-    }
+    fields = RopeFields.read(checkpoint.config)
+    assert build_rope(fields, 8).inv_freq == pytest.approx((1.0, 0.1, 0.01 / 2.5, 0.001 / 8))
     assert checkpoint.tensor_names == {"token_embd.weight"}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -139,12 +140,36 @@ def test_the_older_key_of_linear_scaling() -> None:
         ({"llama.attention.value_length": 16}, r"llama\.attention\.value_length = 16"),
         ({"llama.expert_count": 8}, "8 experts"),
         ({"llama.attention.causal": False}, "encoder"),
-        ({"llama.attention.head_count": [4, 8]}, "num_attention_heads per layer"),
+        ({"llama.attention.head_count": [4, 8]}, r"attention\.head_count has one value per layer"),
     ],
 )
 def test_what_changes_the_mathematics_is_refused(extra: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         translate(extra)
+
+
+SIZES = ["block_count", "context_length", "embedding_length", "feed_forward_length"]
+SIZES += ["attention.head_count", "attention.head_count_kv", "attention.key_length"]
+SIZES += ["attention.value_length", "rope.dimension_count"]
+NUMBERS = ["attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.scale_linear"]
+NUMBERS += [f"rope.scaling.{name}" for name in ("factor", "attn_factor", "yarn_beta_fast")]
+NO_NUMBERS = [[1], "1", None, True, -1]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *((key, value) for key in SIZES for value in [*NO_NUMBERS, 0, 1.5]),
+        *((key, value) for key in NUMBERS for value in [*NO_NUMBERS, 0.0, math.inf, math.nan]),
+        *(("attention.sliding_window", value) for value in [*NO_NUMBERS, 1.5]),
+        *(("expert_count", value) for value in NO_NUMBERS),
+        *(("attention.causal", value) for value in ["false", 0, None, [False]]),
+        *(("rope.scaling.type", value) for value in [1, None, ["linear"]]),
+    ],
+)
+def test_values_of_another_kind_are_refused_by_name(key: str, value: Any) -> None:
+    with pytest.raises(UnsupportedModelError, match=rf"llama\.{re.escape(key)} "):
+        translate({f"llama.{key}": value})
 
 
 def test_two_scalings_at_once_are_refused() -> None:

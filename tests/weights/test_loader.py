@@ -12,8 +12,9 @@ import pytest
 
 from kvloom.dtypes import DType
 from kvloom.errors import WeightsError
-from kvloom.ops.base import Parameter, Slice, Source
-from kvloom.weights.loader import load_weights
+from kvloom.ops.base import Parameter, Slice, Source, StoredRows
+from kvloom.weights.loader import RowPacking, load_weights
+from kvloom.weights.packing import stored_rows
 
 
 @dataclass
@@ -26,7 +27,7 @@ class Stored:
 class FakeModel:
     parameters: list[Parameter]
     gguf_tensors: dict[str, Stored] = field(default_factory=dict)
-    ignored_tensors: frozenset[str] = frozenset()
+    ignored_tensors: dict[str, str] = field(default_factory=dict)
 
 
 class FakeCheckpoint:
@@ -39,6 +40,17 @@ class FakeCheckpoint:
 
     def read(self, name: str) -> np.ndarray:
         return np.array(self._tensors[name], np.float32)
+
+    def stored_format(self, name: str) -> str:
+        return "F16" if self._tensors[name].dtype == np.float16 else "F32"
+
+    def read_rows(self, name: str) -> StoredRows:
+        array = self._tensors[name]
+        raw = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
+        return stored_rows(name, self.stored_format(name), array.shape, raw)
+
+    def release(self, name: str) -> None:
+        pass
 
 
 def parameter(name: str, shape: tuple[int, ...], *sources: Source) -> Parameter:
@@ -147,13 +159,41 @@ def test_a_left_over_tensor_is_named() -> None:
 
 def test_harmless_left_overs() -> None:
     model = two_parameters()
-    model.ignored_tensors = frozenset({"lm_head.weight"})
-    extras = {
-        "lm_head.weight": A,
-        "model.layers.0.self_attn.rotary_emb.inv_freq": A,
-    }
-    load(model, {"a": A, "b": B, **extras})
+    load(model, {"a": A, "b": B, "model.layers.0.self_attn.rotary_emb.inv_freq": A})
     assert model.parameters[1].value is not None
+
+
+def two_parameters_and_a_copy() -> FakeModel:
+    model = two_parameters()
+    model.ignored_tensors = {"copy": "a"}
+    return model
+
+
+def test_a_copy_may_be_there_in_any_format() -> None:
+    for copy in (A, A.astype(np.float16)):
+        load(two_parameters_and_a_copy(), {"a": A, "b": B, "copy": copy})
+
+
+@pytest.mark.parametrize("num_rows", [4, 3000])
+def test_what_differs_from_the_tensor_it_should_copy_is_refused(num_rows: int) -> None:
+    original = np.zeros((num_rows, 3), np.float32)
+    last = original.copy()
+    last[-1, -1] = 1
+    for other in (last, last.astype(np.float16), original[:-1], original[:, 0]):
+        model = FakeModel([parameter("a", (num_rows, 3), Source("a", (num_rows, 3)))])
+        model.ignored_tensors = {"copy": "a"}
+        with pytest.raises(WeightsError, match="tensor copy "):
+            load(model, {"a": original, "copy": other})
+        assert model.parameters[0].value is None
+
+
+@pytest.mark.parametrize("shape", [(12,), (2, 2, 3), ()])
+def test_rows_of_what_is_no_matrix_are_refused_by_name(shape: tuple[int, ...]) -> None:
+    model = FakeModel([parameter("a", (4, 3), Source("a", (4, 3)))])
+    packing = RowPacking("auto", lambda one, packed, parts: list(parts))
+    checkpoint = FakeCheckpoint({"a": np.zeros(shape, np.float32)})
+    with pytest.raises(WeightsError, match=r"tensor a has shape"):
+        load_weights(model, checkpoint, lambda _, array: array, packing)
 
 
 def test_a_misshaped_tensor_is_named_with_both_shapes() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from kvloom.errors import ModelNotFoundError, UnsupportedModelError, WeightsError
-from kvloom.weights.checkpoint import open_checkpoint
+from kvloom.weights.checkpoint import open_checkpoint, read_config
 
 INDEX = "model.safetensors.index.json"
 
@@ -96,7 +97,7 @@ def test_cut_off_files(folder: Path) -> None:
         open_checkpoint(folder)
     for length in (0, 7, 8, 20):
         path.write_bytes(whole[:length])
-        with pytest.raises(WeightsError, match="cut off within its header"):
+        with pytest.raises(WeightsError, match="cut off within its header" if length else "empty"):
             open_checkpoint(folder)
     path.write_bytes(whole[:8] + b"}" + whole[9:])
     with pytest.raises(WeightsError, match="damaged header"):
@@ -136,6 +137,86 @@ def test_folders_that_are_no_model(folder: Path) -> None:
         open_checkpoint(folder)
     (folder / "config.json").unlink()
     with pytest.raises(ModelNotFoundError, match=r"config\.json cannot be read"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    "index", [{}, {"weight_map": 5}, {"weight_map": ["a"]}, {"weight_map": {"a": 5}}]
+)
+def test_an_index_without_its_map(folder: Path, index: dict[str, Any]) -> None:
+    write_json(folder / INDEX, index)
+    with pytest.raises(WeightsError, match=r"index\.json has no weight_map"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("ids", ["x", 1.5, [[2]], {"a": 2}, [None]])
+def test_eos_ids_of_a_wrong_type(folder: Path, ids: Any) -> None:
+    save_file({"a": np.float32([1])}, folder / "model.safetensors")
+    write_json(folder / "config.json", {"eos_token_id": ids})
+    with pytest.raises(ModelNotFoundError, match="eos_token_id is"):
+        open_checkpoint(folder)
+
+
+def test_json_with_a_byte_order_mark(folder: Path) -> None:
+    """RFC 8259, section 8.1: a parser may ignore one."""
+    path = folder / "config.json"
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert read_config(folder)["model_type"] == "llama"
+
+
+def test_deeply_nested_json(folder: Path) -> None:
+    nested = '{"a":' * 100_000
+    (folder / "config.json").write_text(nested)
+    with pytest.raises(ModelNotFoundError, match="not valid JSON"):
+        read_config(folder)
+    write_json(folder / "config.json", {})
+    path = folder / "model.safetensors"
+    path.write_bytes(len(nested).to_bytes(8, "little") + nested.encode())
+    with pytest.raises(WeightsError, match="damaged header"):
+        open_checkpoint(folder)
+
+
+def test_a_folder_with_a_gguf_file_alone(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    for read in (open_checkpoint, read_config):
+        with pytest.raises(
+            ModelNotFoundError, match=r"no config\.json, but m\.gguf; name the file"
+        ):
+            read(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_files_that_are_links_to_themselves(folder: Path, name: str) -> None:
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(name)
+    with pytest.raises(ModelNotFoundError, match=rf"{name} cannot be read .*symbolic links"):
+        open_checkpoint(folder)
+
+
+def test_files_that_are_no_regular_files(folder: Path) -> None:
+    os.mkfifo(folder / "fifo.json")
+    os.mkfifo(folder / "model.safetensors")
+    for path in (Path("/dev/null"), folder / "fifo.json"):
+        with pytest.raises(ModelNotFoundError, match=f"{path.name} is not a regular file"):
+            read_config(path)
+    with pytest.raises(ModelNotFoundError, match="safetensors is not a regular file"):
+        open_checkpoint(folder)
+    with pytest.raises(ModelNotFoundError, match="none does not exist"):
+        open_checkpoint(folder / "none")
+
+
+def test_a_file_that_may_not_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests may run as root, whom nothing is denied."""
+
+    def deny(path: Path, *_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    save_file({"a": np.float32([1])}, folder / "model.safetensors")
+    (folder / "m.gguf").write_bytes(b"GGUF" + bytes(60))
+    monkeypatch.setattr(Path, "open", deny)
+    with pytest.raises(ModelNotFoundError, match=r"m\.gguf cannot be read \(Permission denied\)"):
+        open_checkpoint(folder / "m.gguf")
+    with pytest.raises(ModelNotFoundError, match=r"json cannot be read \(Permission denied\)"):
         open_checkpoint(folder)
 
 

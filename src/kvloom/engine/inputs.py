@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeGuard
+
+import numpy as np
 
 from kvloom.errors import ConfigError, RequestError
 from kvloom.request import Request, ResolvedSamplingParams, SamplingParams
@@ -13,6 +16,7 @@ from kvloom.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 Message = dict[str, Any]
+Params = SamplingParams | Sequence[SamplingParams] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,9 @@ class InputProcessor:
         """Render messages with the model's chat template, which places BOS itself."""
         if not self._tokenizer.has_chat_template:
             raise ConfigError("the model has no chat template; use generate with a plain prompt")
-        if not messages:
+        if not _is_list(messages):
+            raise _no_messages(messages)
+        if not len(messages):
             raise RequestError("messages", "empty; give at least one message")
         text = self._tokenizer.render_chat(messages)
         ids = self._tokenizer.encode(text, add_special_tokens=False)
@@ -53,10 +59,12 @@ class InputProcessor:
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> PreparedPrompt:
         """Tokenise a text (special tokens added as the model asks), or take token ids as given."""
+        if not isinstance(prompt, str) and not _is_list(prompt):
+            raise _no_prompt(prompt)
         if isinstance(prompt, str):
             ids = self._tokenizer.encode(prompt, add_special_tokens=True)
             return self._check(prompt, ids, params)
-        return self._check(None, list(prompt), params)
+        return self._check(None, [_as_token_id(token_id) for token_id in prompt], params)
 
     def _check(self, text: str | None, ids: list[int], params: SamplingParams) -> PreparedPrompt:
         if params.truncate_prompt_tokens is not None:
@@ -65,8 +73,6 @@ class InputProcessor:
             raise RequestError("prompt", "empty; give at least one token")
         vocab_size = self._limits.vocab_size
         for token_id in ids:
-            if isinstance(token_id, bool) or not isinstance(token_id, int):
-                raise RequestError("prompt", f"{token_id!r} is not a token id; give integers")
             if not 0 <= token_id < vocab_size:
                 raise RequestError("prompt", f"token id {token_id} is not within [0, {vocab_size})")
         room = self._limits.max_model_len - len(ids)
@@ -125,3 +131,83 @@ class InputProcessor:
                 if ids:
                     sequences[ids] = None
         return tuple(sequences)
+
+
+def is_chat(prompt: object) -> bool:
+    """Whether it is a list of messages."""
+    return _is_list(prompt) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
+def as_prompts(prompts: Any) -> list[Prompt]:
+    """One prompt becomes a batch of one: a text, or a list that holds token ids.
+
+    Raises:
+        RequestError: it is neither a prompt nor a list.
+    """
+    if isinstance(prompts, str):
+        return [prompts]
+    if not _is_list(prompts):
+        raise _no_prompt(prompts)
+    return [prompts] if len(prompts) and _is_number(prompts[0]) else list(prompts)
+
+
+def as_chats(messages: Any) -> list[Sequence[Message]]:
+    """One conversation becomes a batch of one.
+
+    Raises:
+        RequestError: it is no list.
+    """
+    if not _is_list(messages):
+        raise _no_messages(messages)
+    return [messages] if is_chat(messages) else list(messages)
+
+
+def as_params(params: Any, num_prompts: int) -> list[SamplingParams]:
+    """The parameters of each prompt; one for all of them is repeated.
+
+    Raises:
+        RequestError: they are of another kind, or not as many as prompts.
+    """
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * num_prompts
+    if not _is_list(params) or not all(isinstance(one, SamplingParams) for one in params):
+        raise RequestError("params", "give SamplingParams(...), or a list with one per prompt")
+    if len(params) != num_prompts:
+        raise RequestError(
+            "params", f"{len(params)} for {num_prompts} prompts; give one, or one per prompt"
+        )
+    return list(params)
+
+
+def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    """A sequence or an array of other things than characters or bytes."""
+    if isinstance(value, np.ndarray):
+        return value.ndim > 0
+    is_text = isinstance(value, str | bytes | bytearray | memoryview)
+    return isinstance(value, Sequence) and not is_text
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float | np.number | np.bool_)
+
+
+def _as_token_id(value: Any) -> int:
+    """Integers of any library count, truth values do not."""
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise RequestError("prompt", f"{value!r} is not a token id; give integers")
+
+
+def _no_prompt(value: object) -> RequestError:
+    kind = type(value).__name__
+    return RequestError("prompt", f"{kind} is no prompt; give a text or a list of token ids")
+
+
+def _no_messages(value: object) -> RequestError:
+    kind = type(value).__name__
+    return RequestError(
+        "messages", f"{kind} is no conversation; give [{{'role': 'user', 'content': ...}}]"
+    )

@@ -9,17 +9,27 @@ from typing import Any, cast
 
 from kvloom.config import EngineConfig
 from kvloom.engine.core import EngineCore
-from kvloom.engine.inputs import InputProcessor, Message, ModelLimits, PreparedPrompt, Prompt
+from kvloom.engine.inputs import (
+    InputProcessor,
+    Message,
+    ModelLimits,
+    Params,
+    PreparedPrompt,
+    Prompt,
+    as_chats,
+    as_params,
+    as_prompts,
+    is_chat,
+)
+from kvloom.engine.interrupt import deferred_interrupt
 from kvloom.engine.outputs import Generation, RequestOutput, TextDelta
 from kvloom.engine.progress import progress_bar
 from kvloom.engine.stats import EngineStats
-from kvloom.errors import RequestError
-from kvloom.request import SamplingParams
+from kvloom.errors import ConfigError
+from kvloom.request import Request, SamplingParams
 from kvloom.tokenizer import load_tokenizer
 from kvloom.weights.checkpoint import open_checkpoint
 from kvloom.weights.source import resolve_model
-
-Params = SamplingParams | Sequence[SamplingParams] | None
 
 
 class LLM:
@@ -38,8 +48,10 @@ class LLM:
         Raises:
             ConfigError, ModelError, CapacityError: with the remedy.
         """
+        if config is not None and not isinstance(config, EngineConfig):
+            raise ConfigError(f"{config!r} is no EngineConfig; write LLM(model=...)")
         if config is not None and options:
-            raise TypeError("give an EngineConfig or options, not both")
+            raise ConfigError("give an EngineConfig or options, not both")
         self.config = config or EngineConfig.from_options(options)
         checkpoint = open_checkpoint(resolve_model(self.config.model.model))
         self.tokenizer = load_tokenizer(checkpoint)
@@ -77,8 +89,8 @@ class LLM:
         Raises:
             RequestError: a prompt or parameter is not valid; nothing has run.
         """
-        batch = _as_batch(prompts)
-        each = _params_per_prompt(params, len(batch))
+        batch = as_prompts(prompts)
+        each = as_params(params, len(batch))
         prepared = [self._inputs.prepare(p, s) for p, s in zip(batch, each, strict=True)]
         return self._run(prepared, each, has_progress_bar)
 
@@ -90,8 +102,8 @@ class LLM:
         has_progress_bar: bool | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several as one batch. See `generate`."""
-        chats: Any = [messages] if messages and isinstance(messages[0], dict) else messages
-        each = _params_per_prompt(params, len(chats))
+        chats = as_chats(messages)
+        each = as_params(params, len(chats))
         prepared = [self._inputs.prepare_chat(m, s) for m, s in zip(chats, each, strict=True)]
         return self._run(prepared, each, has_progress_bar)
 
@@ -100,14 +112,15 @@ class LLM:
     ) -> Iterator[TextDelta]:
         """Yield the text of one prompt, or of one conversation, as it is generated.
 
-        Closing the iterator early aborts the request.
+        The request is checked here, and runs from the first delta asked for. Closing the iterator
+        early aborts it.
         """
-        params = params or SamplingParams()
-        if _is_chat(prompt):
-            prepared = self._inputs.prepare_chat(cast("Sequence[Message]", prompt), params)
+        [one] = as_params(None if params is None else [params], 1)
+        if is_chat(prompt):
+            prepared = self._inputs.prepare_chat(cast("Sequence[Message]", prompt), one)
         else:
-            prepared = self._inputs.prepare(cast("Prompt", prompt), params)
-        return self._deltas(self._submit(prepared, params))
+            prepared = self._inputs.prepare(cast("Prompt", prompt), one)
+        return self._deltas(prepared, self._make_requests(prepared, one))
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; requests must not be running."""
@@ -127,7 +140,8 @@ class LLM:
         generations: list[Generation] = []
         try:
             for prompt, one in zip(prompts, params, strict=True):
-                generations.append(self._submit(prompt, one))
+                requests = self._make_requests(prompt, one)
+                generations.append(self._submit(prompt, requests))
             with progress_bar(len(generations), show) as update:
                 while not all(g.output.is_finished for g in generations):
                     self._step()
@@ -136,7 +150,9 @@ class LLM:
             self._release(generations)
         return [g.output for g in generations]
 
-    def _deltas(self, generation: Generation) -> Iterator[TextDelta]:
+    def _deltas(self, prompt: PreparedPrompt, requests: list[Request]) -> Iterator[TextDelta]:
+        # Nothing is submitted before the generator runs: closed earlier, it would abort nothing.
+        generation = self._submit(prompt, requests)
         try:
             while True:
                 # Another stream's step may add deltas, the last one too, while this one is paused.
@@ -149,22 +165,26 @@ class LLM:
         finally:
             self._release([generation])
 
-    def _submit(self, prompt: PreparedPrompt, params: SamplingParams) -> Generation:
+    def _make_requests(self, prompt: PreparedPrompt, params: SamplingParams) -> list[Request]:
         req_ids = [str(next(self._ids)) for _ in range(params.n)]
-        requests = self._inputs.make_requests(req_ids, prompt, params)
+        return self._inputs.make_requests(req_ids, prompt, params)
+
+    def _submit(self, prompt: PreparedPrompt, requests: list[Request]) -> Generation:
         self._core.add_requests(requests)
         generation = Generation(self.tokenizer, prompt, requests)
-        self._running.update(dict.fromkeys(req_ids, generation))
+        self._running.update(dict.fromkeys(generation.req_ids, generation))
         return generation
 
     def _step(self) -> None:
-        for event in self._core.step():
-            generation = self._running.get(event.req_id)
-            if generation is None:
-                continue  # aborted while the step ran
-            stop_string = generation.push(event)
-            if stop_string is not None:
-                self._core.stop(event.req_id, stop_string)
+        """Run one step and hand its events out; Ctrl-C waits until that is done."""
+        with deferred_interrupt():
+            for event in self._core.step():
+                generation = self._running.get(event.req_id)
+                if generation is None:
+                    continue  # aborted while the step ran
+                stop_string = generation.push(event)
+                if stop_string is not None:
+                    self._core.stop(event.req_id, stop_string)
 
     def _release(self, generations: Sequence[Generation]) -> None:
         """Forget generations; what still runs (an interrupt, a closed stream) is aborted."""
@@ -172,24 +192,3 @@ class LLM:
             self._core.abort(generation.unfinished_req_ids)
             for req_id in generation.req_ids:
                 self._running.pop(req_id, None)
-
-
-def _is_chat(prompt: Prompt | Sequence[Message]) -> bool:
-    return not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], dict)
-
-
-def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt becomes a batch of one: a text, or a list that holds token ids."""
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-        return [cast("Prompt", prompts)]
-    return list(cast("Sequence[Prompt]", prompts))
-
-
-def _params_per_prompt(params: Params, num_prompts: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * num_prompts
-    if len(params) != num_prompts:
-        raise RequestError(
-            "params", f"{len(params)} for {num_prompts} prompts; give one, or one per prompt"
-        )
-    return list(params)

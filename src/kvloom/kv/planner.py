@@ -39,6 +39,7 @@ class PlanRequest:
         max_num_batched_tokens: tokens one step may add to a request.
         num_blocks: blocks to make, block 0 included, in place of as many as fit; None for those.
         budgets: how each worker's memory came about; only messages read it. Empty, or one each.
+        remedy: how whoever asks can come to more memory for KV, for messages.
     """
 
     max_model_len: int | Auto
@@ -46,6 +47,7 @@ class PlanRequest:
     max_num_batched_tokens: int
     num_blocks: int | None = None
     budgets: tuple[MemoryBudget, ...] = ()
+    remedy: str = "give the cache more memory with memory_share or kv_cache_bytes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,19 +227,16 @@ def _count_blocks(request: PlanRequest, tightest: _Worker) -> int:
     if tightest.available_bytes <= 0:
         raise CapacityError(
             f"worker {tightest.index} has no memory for KV: "
-            f"{format_bytes(tightest.available_bytes)} left{_arithmetic(request, tightest)}; give "
-            "the cache a larger share or a larger memory, lower max_num_batched_tokens, or use "
-            "more tensor-parallel ranks"
+            f"{format_bytes(tightest.available_bytes)} left{_arithmetic(request, tightest)}; "
+            f"{request.remedy}"
         )
     num_blocks = tightest.available_bytes // tightest.block_bytes
     if request.num_blocks is None:
         return num_blocks
     if request.num_blocks > num_blocks:
         raise CapacityError(
-            f"num_blocks is {request.num_blocks}, which takes "
-            f"{format_bytes(request.num_blocks * tightest.block_bytes)}, but worker "
-            f"{tightest.index} has {format_bytes(tightest.available_bytes)} for KV"
-            f"{_arithmetic(request, tightest)}; ask for at most {num_blocks}"
+            f"num_blocks is {request.num_blocks}, but {_room(tightest, num_blocks)}"
+            f"{_arithmetic(request, tightest)}; ask for at most {num_blocks}, or {request.remedy}"
         )
     return request.num_blocks
 
@@ -266,13 +265,19 @@ def _too_long(request: PlanRequest, pool: _Pool, tightest: _Worker, asked: int) 
         if largest
         else "no length fits"
     )
-    remedy = "give the cache more memory" if request.num_blocks is None else "raise num_blocks"
+    remedy = request.remedy if request.num_blocks is None else "raise num_blocks"
+    needs = f"{needed} blocks and block 0, which is reserved"
     return (
-        f"one request of max_model_len {asked} needs "
-        f"{format_bytes((needed + 1) * tightest.block_bytes)} of KV ({needed} blocks and block 0, "
-        f"which is reserved), but worker {tightest.index} has "
-        f"{format_bytes(tightest.available_bytes)} for KV ({pool.num_blocks} blocks)"
-        f"{_arithmetic(request, tightest)}; {fits}, or {remedy}"
+        f"one request of max_model_len {asked} needs {needed + 1} blocks of KV ({needs}), but "
+        f"{_room(tightest, pool.num_blocks)}{_arithmetic(request, tightest)}; {fits}, or {remedy}"
+    )
+
+
+def _room(worker: _Worker, num_blocks: int) -> str:
+    """Blocks are counted, as rounded bytes may read the same on both sides."""
+    return (
+        f"worker {worker.index} has {num_blocks} of {format_bytes(worker.block_bytes)} each, from "
+        f"{format_bytes(worker.available_bytes)} for KV"
     )
 
 

@@ -42,14 +42,15 @@ class Model(ABC):
         vocab_size: logits per row.
         parameters: every weight of this rank; the loader fills their values.
         attention_layers: in order of execution; binding the KV cache fills them.
-        ignored_tensors: Hugging Face names that a checkpoint may hold and this model never reads.
+        ignored_tensors: Hugging Face names that a checkpoint may hold besides, each with the source
+            that it must be a copy of.
     """
 
     max_model_len: int
     vocab_size: int
     parameters: list[Parameter]
     attention_layers: list[KVLayer]
-    ignored_tensors: frozenset[str]
+    ignored_tensors: dict[str, str]
 
     @property
     @abstractmethod

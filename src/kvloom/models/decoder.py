@@ -13,7 +13,7 @@ from typing import Any
 from kvloom.errors import UnsupportedModelError
 from kvloom.kv.spec import KVSpec, LayerSpec
 from kvloom.models.base import GGUFTensor, Model, ModelDTypes
-from kvloom.models.fields import read_int
+from kvloom.models.fields import read_bool, read_float, read_int
 from kvloom.models.layers import Linear, ParameterBuilder, Rows
 from kvloom.models.parallel import HeadShare, TensorParallelRank, share_heads
 from kvloom.models.rope import RopeFields, build_rope
@@ -96,13 +96,20 @@ def read_decoder_config(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_size=head_size,
-        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=read_float(config, "rms_norm_eps", 1e-6),
         activation=_read_activation(config),
         rope=build_rope(rope_fields, head_size),
         max_model_len=rope_fields.max_model_len,
-        has_tied_head=bool(config.get("tie_word_embeddings", False)),
+        has_tied_head=read_bool(config, "tie_word_embeddings"),
         windows=(None,) * read_int(config, "num_hidden_layers"),
     )
+
+
+def read_window(config: Mapping[str, Any]) -> int | None:
+    """The keys a query sees; null means all, and a config without the field 4096."""
+    if config.get("sliding_window", 4096) is None:
+        return None
+    return read_int(config, "sliding_window", 4096)
 
 
 def read_layer_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
@@ -112,16 +119,16 @@ def read_layer_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
         UnsupportedModelError: a layer type that is neither full nor sliding attention.
     """
     num_layers = read_int(config, "num_hidden_layers")
-    window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
+    window = read_window(config) if read_bool(config, "use_sliding_window") else None
     types = config.get("layer_types")
     if types is None:
-        first = config.get("max_window_layers", 28)
+        first = read_int(config, "max_window_layers", 28, at_least=0)
         return tuple(window if i >= first else None for i in range(num_layers))
-    unknown = set(types) - {"full_attention", "sliding_attention"}
-    if unknown or len(types) != num_layers:
+    is_list = isinstance(types, list) and len(types) == num_layers
+    if not is_list or any(kind not in ("full_attention", "sliding_attention") for kind in types):
         raise UnsupportedModelError(
             f"layer_types should name full_attention or sliding_attention for each of {num_layers} "
-            f"layers, not {types}"
+            f"layers, not {types!r:.80}"
         )
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
@@ -137,7 +144,7 @@ def _check_neutral(config: Mapping[str, Any]) -> None:
 
 def _read_activation(config: Mapping[str, Any]) -> Activation:
     name = config.get("hidden_act", "silu")
-    if name not in _ACTIVATIONS:
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise UnsupportedModelError(
             f"hidden_act {name!r} is not supported; kvloom knows {', '.join(_ACTIVATIONS)}"
         )
@@ -180,7 +187,7 @@ class DecoderModel(Model):
         # Many checkpoints store a tied head as well; it is the embedding once more.
         is_tied = config.has_tied_head
         self.head = self.embedding if is_tied else build.embedding("lm_head", *table)
-        self.ignored_tensors = frozenset({"lm_head.weight"} if is_tied else ())
+        self.ignored_tensors = {"lm_head.weight": "model.embed_tokens.weight"} if is_tied else {}
         self.parameters = build.parameters
         self.attention_layers = [layer.kv for layer in self.layers]
 
@@ -201,7 +208,7 @@ class DecoderModel(Model):
         return self._builder.gguf_tensors(permuted if config.permutes_gguf_heads else {})
 
     def get_kv_spec(self) -> KVSpec:
-        """One LayerSpec per layer; a window that no request can outgrow is left out."""
+        """One LayerSpec per layer."""
         config = self.config
         return KVSpec(
             [
@@ -210,7 +217,7 @@ class DecoderModel(Model):
                     num_kv_heads=self.heads.num_kv_heads,
                     head_size=config.head_size,
                     dtype=self._kv_dtype,
-                    sliding_window_size=window if window and window < self.max_model_len else None,
+                    sliding_window_size=window,
                     num_global_kv_heads=config.num_kv_heads,
                 )
                 for layer, window in zip(self.layers, config.windows, strict=True)

@@ -1,25 +1,77 @@
-"""Reading a Hugging Face config's fields."""
+"""Reading a Hugging Face config's fields: each is of its kind, or refused by name and value."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 from kvloom.errors import UnsupportedModelError
 
+_INT_END = 1 << 31
 
-def read_int(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    """The positive integer `name`; `default` where the config has none.
+
+def read_int(
+    config: Mapping[str, Any], name: str, default: int | None = None, *, at_least: int = 1
+) -> int:
+    """The integer `name`; `default` where the config has none.
 
     Raises:
-        UnsupportedModelError: missing without a default, or not a positive integer.
+        UnsupportedModelError: missing without a default, or not an integer from `at_least` on.
     """
-    value = config.get(name)
-    if value is None:
-        value = default
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UnsupportedModelError(
-            f"the config's {name} should be a positive integer, not {value!r}; "
-            "is this the config.json of a text model?"
-        )
+    value = _get(config, name, default)
+    if isinstance(value, bool) or not isinstance(value, int) or not at_least <= value < _INT_END:
+        kind = "a positive integer" if at_least == 1 else f"an integer from {at_least} on"
+        raise _wrong(name, value, f"{kind} below 2**31")
     return value
+
+
+def read_float(
+    config: Mapping[str, Any], name: str, default: float | None = None, *, above: float = 0.0
+) -> float:
+    """The number `name`; `default` where the config has none.
+
+    Raises:
+        UnsupportedModelError: missing without a default, or not a finite number above `above`.
+    """
+    value = _get(config, name, default)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not above < value <= sys.float_info.max:  # NaN is neither
+        raise _wrong(name, value, f"a finite number above {above:g}")
+    return float(value)
+
+
+def read_bool(config: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    """Whether `name` is true; `default` where the config has none.
+
+    Raises:
+        UnsupportedModelError: it is neither true nor false.
+    """
+    value = _get(config, name, default)
+    if not isinstance(value, bool):
+        raise _wrong(name, value, "true or false")
+    return value
+
+
+def read_mapping(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The object `name`; an empty one where the config has none.
+
+    Raises:
+        UnsupportedModelError: it is no object.
+    """
+    value = _get(config, name, {})
+    if not isinstance(value, Mapping):
+        raise _wrong(name, value, "an object")
+    return value
+
+
+def _get(config: Mapping[str, Any], name: str, default: Any) -> Any:
+    value = config.get(name)
+    return default if value is None else value
+
+
+def _wrong(name: str, value: Any, kind: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"the config's {name} should be {kind}, not {value!r:.80}; "
+        "is this the config.json of a text model?"
+    )

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvloom.models.decoder import DecoderConfig, DecoderModel, read_decoder_config
+from kvloom.models.fields import read_bool
 from kvloom.ops.base import Batch, Ops, Value
 
 
@@ -16,12 +17,12 @@ class LlamaModel(DecoderModel):
     @staticmethod
     def read_config(config: Mapping[str, Any]) -> DecoderConfig:
         """From Hugging Face's fields. Biases are optional; GGUF files permute q and k."""
-        has_attention_bias = bool(config.get("attention_bias", False))
+        has_attention_bias = read_bool(config, "attention_bias")
         return replace(
             read_decoder_config(config),
             has_qkv_bias=has_attention_bias,
             has_out_bias=has_attention_bias,
-            has_mlp_bias=bool(config.get("mlp_bias", False)),
+            has_mlp_bias=read_bool(config, "mlp_bias"),
             permutes_gguf_heads=True,
         )
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvloom.errors import UnsupportedModelError
-from kvloom.models.decoder import DecoderConfig, read_decoder_config
+from kvloom.models.decoder import DecoderConfig, read_decoder_config, read_window
 from kvloom.models.fields import read_int
 from kvloom.models.llama import LlamaModel
 
@@ -27,9 +27,8 @@ class MistralModel(LlamaModel):
                 "mistral configs have one sliding_window for all layers, but this one has "
                 "layer_types; it belongs to another model_type"
             )
-        window = config.get("sliding_window", 4096)
         return replace(
             read_decoder_config(config),
-            windows=(window,) * read_int(config, "num_hidden_layers"),
+            windows=(read_window(config),) * read_int(config, "num_hidden_layers"),
             permutes_gguf_heads=True,
         )

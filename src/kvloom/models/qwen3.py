@@ -13,6 +13,7 @@ from kvloom.models.decoder import (
     read_decoder_config,
     read_layer_windows,
 )
+from kvloom.models.fields import read_bool
 from kvloom.models.parallel import TensorParallelRank
 from kvloom.ops.base import Batch, Ops, Parameter, Value
 
@@ -36,7 +37,7 @@ class Qwen3Model(DecoderModel):
     @staticmethod
     def read_config(config: Mapping[str, Any]) -> DecoderConfig:
         """From Hugging Face's fields; the head size does not follow from the hidden size."""
-        has_attention_bias = bool(config.get("attention_bias", False))
+        has_attention_bias = read_bool(config, "attention_bias")
         return replace(
             read_decoder_config(config, default_head_size=128),
             has_qkv_bias=has_attention_bias,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from kvloom.config import AUTO, Auto
 from kvloom.errors import UnsupportedModelError
 from kvloom.models.base import Model, ModelDTypes
 from kvloom.models.decoder import DecoderModel
@@ -22,8 +24,16 @@ _MODELS: dict[str, type[DecoderModel]] = {
 }
 
 
-def build_model(config: Mapping[str, Any], rank: TensorParallelRank, dtypes: ModelDTypes) -> Model:
+def build_model(
+    config: Mapping[str, Any],
+    rank: TensorParallelRank,
+    dtypes: ModelDTypes,
+    longest_request: int | Auto = AUTO,
+) -> Model:
     """The model that a Hugging Face config.json describes, cut for `rank`, without weights.
+
+    A window that no request outgrows is none. Requests may be as long as the model was made for, or
+    up to `longest_request` tokens.
 
     Raises:
         UnsupportedModelError: the family, or a value of the config, is not one we compute.
@@ -35,4 +45,8 @@ def build_model(config: Mapping[str, Any], rank: TensorParallelRank, dtypes: Mod
             f"model_type {model_type!r} is not supported; kvloom runs {', '.join(_MODELS)}"
         )
     model_class = _MODELS[model_type]
-    return model_class(model_class.read_config(config), rank, dtypes)
+    decoder = model_class.read_config(config)
+    longest = decoder.max_model_len if longest_request == AUTO else longest_request
+    longest = min(longest, decoder.max_model_len)
+    windows = tuple(w if w is not None and w < longest else None for w in decoder.windows)
+    return model_class(replace(decoder, windows=windows), rank, dtypes)

@@ -7,15 +7,17 @@ yarn (arXiv 2309.00071, section 3), llama3 (the Llama 3.1 release, which names n
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvloom.errors import UnsupportedModelError
-from kvloom.models.fields import read_int
+from kvloom.models.fields import read_bool, read_float, read_int, read_mapping
 from kvloom.ops.base import Rope
 
 _DEFAULT_THETA = 10000.0
+# Only the translation of a GGUF file makes this field; no config.json has it.
+_GGUF_FACTORS = "gguf.rope_factors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +25,10 @@ class RopeFields:
     """A config's rope settings in one spelling.
 
     Attributes:
-        kind: "default", "linear", "llama3", "yarn", or "factors" (GGUF: one divisor per frequency).
+        kind: "default", "linear", "llama3" or "yarn".
         settings: what the kind needs besides.
         original_max_len: context length the model was trained on, before any scaling.
+        factors: of a GGUF file: one divisor per frequency, instead of a kind.
     """
 
     kind: str
@@ -33,6 +36,7 @@ class RopeFields:
     settings: Mapping[str, Any]
     max_position_embeddings: int
     original_max_len: int
+    factors: Sequence[float] | None = None
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> RopeFields:
@@ -41,7 +45,7 @@ class RopeFields:
         Raises:
             UnsupportedModelError: a rope of another kind, or one that covers part of a head.
         """
-        settings = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+        settings = read_mapping(config, "rope_scaling") or read_mapping(config, "rope_parameters")
         kind = str(settings.get("rope_type", settings.get("type", "default")))
         if any(isinstance(value, Mapping) for value in settings.values()):
             kind = "per layer type"
@@ -56,31 +60,24 @@ class RopeFields:
                     "model family; remove it from the config if the checkpoint was made without"
                 )
         max_len = read_int(config, "max_position_embeddings")
-        original = config.get("original_max_position_embeddings") or settings.get(
-            "original_max_position_embeddings"
-        )
-        theta = settings.get("rope_theta") or config.get("rope_theta") or _DEFAULT_THETA
-        return cls(kind, float(theta), settings, max_len, int(original or max_len))
+        length = "original_max_position_embeddings"
+        original = read_int(config, length, read_int(settings, length, max_len))
+        theta = read_float(config, "rope_theta", _DEFAULT_THETA, above=1.0)
+        theta = read_float(settings, "rope_theta", theta, above=1.0)
+        return cls(kind, theta, settings, max_len, original, config.get(_GGUF_FACTORS))
 
-    def number(self, name: str) -> float:
-        """The setting `name`.
+    def number(self, name: str, default: float | None = None) -> float:
+        """The setting `name`, a positive number.
 
         Raises:
-            UnsupportedModelError: it is missing or no number.
+            UnsupportedModelError: it is missing without a default, or no positive number.
         """
-        value = self.settings.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise UnsupportedModelError(
-                f"rope kind {self.kind!r} needs a number {name!r}, the config has {value!r}"
-            )
-        return float(value)
+        return read_float(self.settings, name, default)
 
     @property
     def yarn_factor(self) -> float:
         """How far yarn stretches the context; without a factor, as far as the config says."""
-        if self.settings.get("factor") is None:
-            return self.max_position_embeddings / self.original_max_len
-        return self.number("factor")
+        return self.number("factor", self.max_position_embeddings / self.original_max_len)
 
     @property
     def max_model_len(self) -> int:
@@ -99,6 +96,8 @@ def build_rope(fields: RopeFields, head_size: int) -> Rope:
     if head_size % 2:
         raise UnsupportedModelError(f"rope rotates pairs, so head size {head_size} must be even")
     plain = [fields.theta ** (-2.0 * i / head_size) for i in range(head_size // 2)]
+    if fields.factors is not None:
+        return _divide(plain, fields.factors)
     return _KINDS[fields.kind](fields, plain)
 
 
@@ -111,18 +110,25 @@ def _linear(fields: RopeFields, plain: list[float]) -> Rope:
     return Rope(tuple(f / factor for f in plain))
 
 
-def _factors(fields: RopeFields, plain: list[float]) -> Rope:
-    factors = fields.settings.get("factors", ())
+def _divide(plain: list[float], factors: Sequence[float]) -> Rope:
     if len(factors) != len(plain):
         raise UnsupportedModelError(
             f"the model's heads have {len(plain)} rope frequencies, but {len(factors)} factors"
         )
-    return Rope(tuple(f / float(factor) for f, factor in zip(plain, factors, strict=True)))
+    if not all(0.0 < factor < math.inf for factor in factors):
+        raise UnsupportedModelError(
+            "the rope factors (rope_freqs.weight) should be positive numbers; fetch the file again"
+        )
+    return Rope(tuple(f / factor for f, factor in zip(plain, factors, strict=True)))
 
 
 def _llama3(fields: RopeFields, plain: list[float]) -> Rope:
     factor = fields.number("factor")
     low, high = fields.number("low_freq_factor"), fields.number("high_freq_factor")
+    if low >= high:
+        raise UnsupportedModelError(
+            f"the config's low_freq_factor {low} should be below its high_freq_factor {high}"
+        )
 
     def scale(frequency: float) -> float:
         turns = fields.original_max_len * frequency / (2.0 * math.pi)
@@ -156,9 +162,9 @@ def _yarn_ramp(fields: RopeFields, num_pairs: int) -> tuple[float, float]:
         wavelengths = fields.original_max_len / (num_turns * 2.0 * math.pi)
         return num_pairs * math.log(wavelengths) / math.log(fields.theta)
 
-    low = pair_of(float(fields.settings.get("beta_fast") or 32))
-    high = pair_of(float(fields.settings.get("beta_slow") or 1))
-    if fields.settings.get("truncate", True):
+    low = pair_of(fields.number("beta_fast", 32.0))
+    high = pair_of(fields.number("beta_slow", 1.0))
+    if read_bool(fields.settings, "truncate", default=True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * num_pairs - 1)
     return low, high if high != low else high + 0.001  # a step, without dividing by zero
@@ -181,5 +187,4 @@ _KINDS: dict[str, Callable[[RopeFields, list[float]], Rope]] = {
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,
-    "factors": _factors,
 }

@@ -6,6 +6,7 @@ at once, a tape records. Shapes are in brackets; tokens of all requests lie flat
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -14,6 +15,8 @@ from kvloom.kv.spec import KVCacheSpec
 
 Value = Any  # an activation: an array in the reference, a buffer handle on a tape
 Activation = Literal["silu", "gelu", "gelu_tanh"]
+# Formats of packed weights: numbers, or groups of 32 with 8- or 4-bit codes.
+PackedFormat = Literal["F32", "BF16", "Q8", "Q4"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,21 @@ class Source:
     name: str
     shape: tuple[int, ...]
     slice: Slice | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRows:
+    """Rows of a matrix in the format they are stored in.
+
+    Attributes:
+        format: "F32", "F16", "BF16", "Q8_0", "Q4_0" or "Q4_1".
+        num_inputs: values per row.
+        data: uint8 [num_rows, row_bytes].
+    """
+
+    format: str
+    num_inputs: int
+    data: Any
 
 
 @dataclass(slots=True)
@@ -198,11 +216,68 @@ class Ops(Protocol):
         """Concatenate over tensor-parallel ranks along the last axis."""
 
 
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """The most a step may hold.
+
+    Attributes:
+        max_num_tokens: over all requests.
+        max_num_reqs: requests, and rows of logits but for those that score prompts.
+        max_model_len: stored tokens of one request.
+        block_size: tokens per block that layers ask for; a group may choose a multiple.
+    """
+
+    max_num_tokens: int
+    max_num_reqs: int
+    max_model_len: int
+    block_size: int
+
+
+class RunnableModel(Protocol):
+    """What a backend asks of a model."""
+
+    def forward(self, ops: Ops, batch: Batch) -> Value:
+        """Logits [num_rows, vocab_size], by operations alone."""
+
+
+class Executable(Protocol):
+    """A model's forward pass in the form a backend runs it in.
+
+    Attributes:
+        activation_bytes: memory it needs beyond weights and KV; None if that must be measured.
+    """
+
+    @property
+    def activation_bytes(self) -> int | None:
+        """Known once the weights are loaded."""
+
+    def bind(self) -> None:
+        """Take the storage that the model's KV layers are bound to; before the first step."""
+
+    def forward(self, batch: Batch) -> Value:
+        """Logits [num_rows, vocab_size] of a step; valid until the next."""
+
+
 class Backend(Protocol):
-    """Turns weights and KV memory into what its operations read. One per worker."""
+    """Turns a model, its weights and KV memory into what it runs. One per worker.
+
+    Attributes:
+        name: as the user names it.
+        packs_stored_rows: whether `pack_rows` takes matrices as they are stored.
+    """
 
     name: str
-    default_dtype: DType
+    packs_stored_rows: bool
+
+    def compile(
+        self, model: RunnableModel, communicator: Communicator, sizes: StepSizes
+    ) -> Executable:
+        """The model's forward pass; called before weights are loaded."""
+
+    def pack_rows(
+        self, parameter: Parameter, packed: PackedFormat, parts: Iterable[StoredRows]
+    ) -> Any:
+        """A matrix from its sources' rows, one after another."""
 
     def pack(self, parameter: Parameter, array: Any) -> Any:
         """A host array of `parameter.shape` in the form this backend's operations read."""
@@ -216,8 +291,12 @@ class Backend(Protocol):
     def copy_blocks(self, storage: Any, copies: list[tuple[int, int]]) -> None:
         """Copy whole blocks (source, destination) within one layer's storage."""
 
-    def ops(self, batch: Batch, communicator: Communicator) -> Ops:
-        """The operations for one step over `batch`."""
-
     def to_host(self, value: Value) -> Any:
         """A value as a float32 numpy array."""
+
+
+class EagerBackend(Backend, Protocol):
+    """A backend that computes each operation when it is called."""
+
+    def ops(self, batch: Batch, communicator: Communicator) -> Ops:
+        """The operations for one step over `batch`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +20,12 @@ from kvloom.ops.base import (
     Communicator,
     KVLayer,
     Ops,
+    PackedFormat,
     Parameter,
     Rope,
+    RunnableModel,
+    StepSizes,
+    StoredRows,
 )
 
 Array = npt.NDArray[np.float32]
@@ -52,11 +57,41 @@ class ReferenceStorage:
     values: _Stored
 
 
+class EagerExecutable:
+    """Calls a model's forward pass over the operations of each step."""
+
+    activation_bytes = None
+
+    def __init__(self, model: RunnableModel, make_ops: Callable[[Batch], Any]) -> None:
+        self._model = model
+        self._make_ops = make_ops
+
+    def bind(self) -> None:
+        """The operations find each layer's storage by themselves."""
+
+    def forward(self, batch: Batch) -> Any:
+        """The model's logits."""
+        return self._model.forward(self._make_ops(batch), batch)
+
+
 class ReferenceBackend:
     """Runs each operation at once, in float32, whatever format the checkpoint has."""
 
     name = "reference"
-    default_dtype = DType.FLOAT32
+    packs_stored_rows = False
+
+    def compile(
+        self, model: RunnableModel, communicator: Communicator, sizes: StepSizes
+    ) -> EagerExecutable:
+        """The model itself, called anew at each step; any sizes will do."""
+        del sizes
+        return EagerExecutable(model, lambda batch: self.ops(batch, communicator))
+
+    def pack_rows(
+        self, parameter: Parameter, packed: PackedFormat, parts: Iterable[StoredRows]
+    ) -> Any:
+        """Never called: `packs_stored_rows` is false."""
+        raise NotImplementedError
 
     def pack(self, parameter: Parameter, array: npt.ArrayLike) -> Array:
         """The array itself, as float32.

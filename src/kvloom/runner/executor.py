@@ -7,8 +7,12 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvloom.config import EngineConfig
+from kvloom.dtypes import DType
 from kvloom.kv.memory import MemoryBudget
 from kvloom.kv.spec import KVCacheConfig, KVCacheSpec
+from kvloom.models.base import ModelDTypes
+from kvloom.models.parallel import TensorParallelRank
+from kvloom.models.registry import build_model
 from kvloom.runner.collectives import (
     CollectiveAbortedError,
     ThreadCommunicator,
@@ -39,7 +43,11 @@ class InProcessExecutor:
         Raises:
             ConfigError, ModelError: with the remedy; sizes are checked before weights are read.
         """
-        communicators = make_thread_communicators(config.parallel.tensor_parallel_size)
+        num_ranks = config.parallel.tensor_parallel_size
+        # One rank's model refuses a size that does not fit, before there is anything per rank.
+        any_dtypes = ModelDTypes(DType.FLOAT32, DType.FLOAT32)
+        build_model(checkpoint.config, TensorParallelRank(0, num_ranks), any_dtypes)
+        communicators = make_thread_communicators(num_ranks)
         self._group = [c for c in communicators if isinstance(c, ThreadCommunicator)]
         self._workers = [Worker(config, checkpoint, c) for c in communicators]
         for worker in self._workers:
@@ -86,11 +94,16 @@ class InProcessExecutor:
 
     def _run(self, work: Callable[[Worker], T]) -> list[T]:
         """Run on all ranks at once; the first error ends it for all of them."""
-        futures = [self._threads.submit(self._run_rank, work, w) for w in self._workers[1:]]
+        futures: list[Future[T]] = []
         try:
+            for worker in self._workers[1:]:
+                futures.append(self._threads.submit(self._run_rank, work, worker))
             results = [self._run_rank(work, self._workers[0])]
             return results + [future.result() for future in futures]
         except BaseException as error:
+            # Also when rank 0 never started: others may already wait for it in a collective.
+            for communicator in self._group[:1]:
+                communicator.abort()
             wait(futures)
             for communicator in self._group[:1]:
                 communicator.reset()

@@ -28,12 +28,20 @@ class RunnerLimits:
     Attributes:
         block_size: token positions per block that layers ask for; a group may choose a multiple.
         max_model_len: an upper bound of prompt plus output of one request.
+        max_num_seqs: most requests of one step; more may run, but take turns.
+        max_num_batched_tokens: most tokens of one step, over all requests.
     """
 
     block_size: int
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+
+    @property
+    def batch_bytes(self) -> int:
+        """Bytes of `InputBatch`'s large arrays, with one KV cache group."""
+        per_seq = self.max_model_len + cdiv(self.max_model_len, self.block_size)
+        return self.max_num_seqs * per_seq * np.dtype(np.int32).itemsize
 
 
 @dataclass(slots=True)

@@ -7,16 +7,25 @@ Run:        execute_model (with _build_attention_metadata), then sample_tokens
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
-from kvloom.errors import ConfigError
+from kvloom.errors import CapacityError, ConfigError
+from kvloom.kv.memory import format_bytes
 from kvloom.kv.planner import make_kv_cache_spec
 from kvloom.kv.spec import KVCacheConfig, KVCacheSpec
-from kvloom.ops.base import AttentionMetadata, Backend, Batch, Communicator, Value
+from kvloom.ops.base import (
+    AttentionMetadata,
+    Backend,
+    Batch,
+    Communicator,
+    EagerBackend,
+    StepSizes,
+    Value,
+)
 from kvloom.runner.input_batch import (
     InputBatch,
     IntArray,
@@ -24,13 +33,25 @@ from kvloom.runner.input_batch import (
     RunnerLimits,
     StepInputs,
 )
-from kvloom.runner.profile import measure_peak_activation_bytes
-from kvloom.sampling.logprobs import prompt_logprobs
-from kvloom.sampling.sampler import Sampler, SamplingRow
-from kvloom.step import ModelRunnerOutput, SchedulerOutput
+from kvloom.runner.profile import count_least_activation_bytes, measure_peak_activation_bytes
+from kvloom.sampling.logits import FloatArray
+from kvloom.sampling.sampler import Sampler, SampleResult, SamplingRow
+from kvloom.step import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
 
 if TYPE_CHECKING:
     from kvloom.models.base import Model
+
+
+class TokenSampler(Protocol):
+    """What the runner asks of a sampler: the methods of `kvloom.sampling.sampler.Sampler`."""
+
+    def sample(self, logits: FloatArray, rows: Sequence[SamplingRow]) -> SampleResult:
+        """Choose one token per row of `logits` [num_rows, vocab_size]."""
+
+    def prompt_logprobs(
+        self, logits: FloatArray, next_token_ids: Sequence[int], num_top: int
+    ) -> list[TokenLogprobs]:
+        """Score each prompt token by the row of `logits` of the position before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +87,30 @@ class ModelRunner:
     """Runs one rank's model, step by step, on what the scheduler sends."""
 
     def __init__(
-        self, model: Model, backend: Backend, communicator: Communicator, limits: RunnerLimits
+        self,
+        model: Model,
+        backend: Backend,
+        communicator: Communicator,
+        limits: RunnerLimits,
+        sampler: TokenSampler | None = None,
     ) -> None:
+        """Without a sampler the runner takes the reference's."""
         self.model = model
         self.limits = limits
         self._backend = backend
         self._communicator = communicator
-        self._sampler = Sampler(model.vocab_size)
-        self._batch = InputBatch(limits, [])
+        self._executable = backend.compile(
+            model,
+            communicator,
+            StepSizes(
+                max_num_tokens=limits.max_num_batched_tokens,
+                max_num_reqs=limits.max_num_seqs,
+                max_model_len=limits.max_model_len,
+                block_size=limits.block_size,
+            ),
+        )
+        self._sampler: TokenSampler = sampler or Sampler(model.vocab_size)
+        self._batch: InputBatch  # made with the KV cache, once it is known that memory suffices
         self._tensor_storages: list[Any] = []  # one view per KV cache tensor: block copies use it
 
     # --- plan -------------------------------------------------------------------------------
@@ -83,10 +120,31 @@ class ModelRunner:
         layers = self.model.get_kv_spec().layers
         return {layer.name: make_kv_cache_spec(layer, self.limits.block_size) for layer in layers}
 
-    def profile_run(self) -> int:
-        """Bytes the largest step needs beyond weights and KV cache, measured on a dummy batch."""
-        return measure_peak_activation_bytes(
-            self.model, self._backend, self._communicator, self.limits
+    def profile_run(self, available_bytes: int | None = None) -> int:
+        """Bytes the largest step needs beyond weights and KV cache, the batch's arrays included.
+
+        The executable knows, or else they are measured on a dummy batch, unless it is certain that
+        `available_bytes` do not suffice. Rows of logits that score prompts are not counted.
+
+        Raises:
+            CapacityError: they do not; nothing was allocated.
+        """
+        batch_bytes = self.limits.batch_bytes
+        if (known_bytes := self._executable.activation_bytes) is not None:
+            return known_bytes + batch_bytes
+        least_bytes = batch_bytes + count_least_activation_bytes(
+            self.model, self._communicator, self.limits
+        )
+        if available_bytes is not None and least_bytes > available_bytes:
+            raise CapacityError(
+                f"a step of {self.limits.max_num_batched_tokens} tokens and "
+                f"{self.limits.max_num_seqs} requests takes at least {format_bytes(least_bytes)}, "
+                f"but only {format_bytes(available_bytes)} of host memory is available now; lower "
+                "max_num_batched_tokens or max_num_seqs"
+            )
+        eager = cast(EagerBackend, self._backend)
+        return batch_bytes + measure_peak_activation_bytes(
+            self.model, eager, self._communicator, self.limits
         )
 
     # --- initialise -------------------------------------------------------------------------
@@ -119,6 +177,7 @@ class ModelRunner:
                 layer.spec = group.kv_cache_spec
                 layer.group = index
                 layer.storage = storages[name]
+        self._executable.bind()
 
     # --- run --------------------------------------------------------------------------------
 
@@ -140,7 +199,7 @@ class ModelRunner:
             logits_rows=np.concatenate(logits_rows).astype(np.int64),
             attention=self._build_attention_metadata(inputs),
         )
-        logits = self.model.forward(self._backend.ops(batch, self._communicator), batch)
+        logits = self._executable.forward(batch)
         return StepHandle(logits, [inputs.states[i] for i in sampled], prompts)
 
     def sample_tokens(self, handle: StepHandle, grammar: Any | None = None) -> ModelRunnerOutput:
@@ -156,7 +215,7 @@ class ModelRunner:
             return result
         logits = self._backend.to_host(handle.logits)  # [num_rows, vocab_size]
         self._sample(logits[: len(handle.sampled)], handle.sampled, result)
-        _score_prompts(logits[len(handle.sampled) :], handle.prompts, result)
+        self._score_prompts(logits[len(handle.sampled) :], handle.prompts, result)
         self.append_tokens(result.sampled_token_ids)
         return result
 
@@ -177,6 +236,20 @@ class ModelRunner:
             result.sampled_token_ids[state.req_id] = [drawn.token_ids[i]]
             if logprobs is not None:
                 result.logprobs[state.req_id] = [logprobs]
+
+    def _score_prompts(
+        self, logits: Any, prompts: list[PromptTokens], result: ModelRunnerOutput
+    ) -> None:
+        """Score prompt tokens; `logits` [num_rows, vocab_size] has one row for each."""
+        first = 0
+        for prompt in prompts:
+            stop = first + len(prompt.next_token_ids)
+            num_top = prompt.state.sampling_params.prompt_logprobs or 0
+            scores = self._sampler.prompt_logprobs(
+                logits[first:stop], prompt.next_token_ids, num_top
+            )
+            result.prompt_logprobs[prompt.state.req_id] = scores
+            first = stop
 
     def _build_attention_metadata(self, inputs: StepInputs) -> list[AttentionMetadata]:
         """Where this step's tokens live, one entry per KV cache group."""
@@ -211,14 +284,3 @@ def _unscored_prompt_tokens(inputs: StepInputs) -> list[PromptTokens]:
             # Counted here and not when scored: every rank must want the same rows next time.
             state.num_prompt_logprobs = stop
     return found
-
-
-def _score_prompts(logits: Any, prompts: list[PromptTokens], result: ModelRunnerOutput) -> None:
-    """Score prompt tokens; `logits` [num_rows, vocab_size] has one row for each."""
-    first = 0
-    for prompt in prompts:
-        stop = first + len(prompt.next_token_ids)
-        num_top = prompt.state.sampling_params.prompt_logprobs or 0
-        scores = prompt_logprobs(logits[first:stop], prompt.next_token_ids, num_top)
-        result.prompt_logprobs[prompt.state.req_id] = scores
-        first = stop

@@ -12,13 +12,24 @@ import functools
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from kvloom.kv.planner import make_kv_cache_spec
 from kvloom.kv.spec import cdiv
-from kvloom.ops.base import AttentionMetadata, Backend, Batch, Communicator, KVLayer, Ops, Value
+from kvloom.ops.base import (
+    AttentionMetadata,
+    Batch,
+    Communicator,
+    EagerBackend,
+    KVLayer,
+    Ops,
+    Value,
+)
+from kvloom.ops.slots import plan_slots
+from kvloom.ops.tape import Rows, record
 from kvloom.runner.input_batch import RunnerLimits
 
 if TYPE_CHECKING:
@@ -28,6 +39,10 @@ if TYPE_CHECKING:
 # queries would take longer, not more memory.
 _CHUNK = 256
 _BLOCK = 1  # every table entry of the dummy batch
+_FLOAT_BYTES = 4
+# A step beyond it is rehearsed as a part of it, and the peak multiplied: memory grows with tokens
+# and rows, or less, so this is never too little, and a start takes seconds whatever is asked for.
+_MAX_REHEARSED_TOKENS = 8192
 
 
 class LoneRank:
@@ -46,20 +61,36 @@ class LoneRank:
         return x if self.world_size == 1 else np.concatenate([x] * self.world_size, axis=-1)
 
 
+def count_least_activation_bytes(
+    model: Model, communicator: Communicator, limits: RunnerLimits
+) -> int:
+    """Bytes of the values alive at once if no operation took memory of its own; costs nothing."""
+    slots = plan_slots(record(model, communicator.world_size), lambda v: _FLOAT_BYTES * v.width)
+    return slots.num_bytes(
+        {Rows.TOKENS: limits.max_num_batched_tokens, Rows.LOGITS: limits.max_num_seqs}
+    )
+
+
 def measure_peak_activation_bytes(
-    model: Model, backend: Backend, communicator: Communicator, limits: RunnerLimits
+    model: Model, backend: EagerBackend, communicator: Communicator, limits: RunnerLimits
 ) -> int:
     """Peak bytes of a step of `max_num_batched_tokens` tokens and `max_num_seqs` rows of logits.
 
     One request of the step has a context of `max_model_len` tokens. Works for backends whose
     values are numpy arrays. Leaves the model's KV layers unbound.
     """
+    num_parts = cdiv(limits.max_num_batched_tokens, _MAX_REHEARSED_TOKENS)
+    limits = replace(
+        limits,
+        max_num_batched_tokens=cdiv(limits.max_num_batched_tokens, num_parts),
+        max_num_seqs=cdiv(limits.max_num_seqs, num_parts),
+    )
     lone = LoneRank(communicator.rank, communicator.world_size)
     with _dummy_kv_cache(model, backend, limits), _traced():
         batch = _dummy_batch(limits)
         rehearsal = _Rehearsal(backend.ops(batch, lone))
         model.forward(cast(Ops, rehearsal), batch)
-        return rehearsal.peak_bytes
+        return rehearsal.peak_bytes * num_parts
 
 
 class _Rehearsal:
@@ -118,7 +149,7 @@ def _traced() -> Iterator[None]:
 
 
 @contextmanager
-def _dummy_kv_cache(model: Model, backend: Backend, limits: RunnerLimits) -> Iterator[None]:
+def _dummy_kv_cache(model: Model, backend: EagerBackend, limits: RunnerLimits) -> Iterator[None]:
     """Bind every layer to two blocks: memory for reads depends on the table, not on the pool."""
     declared = {spec.name: spec for spec in model.get_kv_spec().layers}
     for layer in model.attention_layers:

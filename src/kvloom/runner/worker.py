@@ -6,20 +6,25 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvloom.config import AUTO, EngineConfig, resolve_block_size
-from kvloom.dtypes import DType
 from kvloom.errors import ConfigError
 from kvloom.kv.host_memory import read_available_host_bytes
-from kvloom.kv.memory import HostMemory, MemoryBudget, MemoryUse, cpu_budget, explicit_budget
+from kvloom.kv.memory import (
+    HostMemory,
+    MemoryBudget,
+    MemoryUse,
+    check_available_now,
+    cpu_budget,
+    explicit_budget,
+)
 from kvloom.kv.spec import KVCacheConfig, KVCacheSpec
-from kvloom.models.base import Model, ModelDTypes
+from kvloom.models.base import Model
 from kvloom.models.parallel import TensorParallelRank
-from kvloom.models.registry import build_model
-from kvloom.ops.base import Backend, Communicator
-from kvloom.ops.reference import ReferenceBackend
+from kvloom.ops.base import Communicator
+from kvloom.runner.backends import choose_backend
 from kvloom.runner.input_batch import RunnerLimits
 from kvloom.runner.model_runner import ModelRunner, StepHandle
 from kvloom.step import ModelRunnerOutput, SchedulerOutput
-from kvloom.weights.loader import load_weights
+from kvloom.weights.loader import RowPacking, load_weights
 
 if TYPE_CHECKING:
     from kvloom.weights.checkpoint import Checkpoint
@@ -42,17 +47,16 @@ class Worker:
         """
         self._config = config
         self._checkpoint = checkpoint
-        self._backend = _make_backend(config.device.backend)
         self._num_ranks = communicator.world_size
         self._weights_bytes = 0
-        # A given size needs no look at the machine, which not every system allows.
-        self._has_given_size = config.cache.kv_cache_bytes is not None
-        self._start_bytes = 0 if self._has_given_size else read_available_host_bytes()
+        self._start_bytes = _read_available_bytes(config)
         rank = TensorParallelRank(communicator.rank, communicator.world_size)
-        dtypes = _resolve_dtypes(config, self._backend)
-        self.model: Model = build_model(checkpoint.config, rank, dtypes)
+        choice = choose_backend(config, checkpoint, rank)
+        self._backend = choice.backend
+        self._weights_dtype = choice.weights_dtype
+        self.model: Model = choice.model
         limits = _resolve_limits(config, self.model.max_model_len)
-        self._runner = ModelRunner(self.model, self._backend, communicator, limits)
+        self._runner = ModelRunner(self.model, self._backend, communicator, limits, choice.sampler)
 
     def load_model(self) -> None:
         """Read this rank's weights.
@@ -60,20 +64,30 @@ class Worker:
         Raises:
             WeightsError: a tensor is missing, left over or misshaped.
         """
-        self._weights_bytes = load_weights(self.model, self._checkpoint, self._backend.pack)
+        backend = self._backend
+        row_packing = (
+            RowPacking(self._weights_dtype, backend.pack_rows)
+            if backend.packs_stored_rows
+            else None
+        )
+        self._weights_bytes = load_weights(self.model, self._checkpoint, backend.pack, row_packing)
 
     def determine_available_memory(self) -> MemoryBudget:
         """What this rank may use for KV, with the arithmetic behind it; runs the model once.
 
         Raises:
-            CapacityError: the share of memory asked for is not there now.
+            CapacityError: the memory asked for is not there now.
         """
-        use = MemoryUse(self._weights_bytes, self._runner.profile_run())
+        now_bytes = _read_available_bytes(self._config)
+        use = MemoryUse(self._weights_bytes, self._runner.profile_run(now_bytes))
         cache = self._config.cache
-        if cache.kv_cache_bytes is not None:
-            return explicit_budget(cache.kv_cache_bytes, use)
-        host = HostMemory(self._start_bytes, read_available_host_bytes(), self._num_ranks)
-        return cpu_budget(host, cache.memory_share, use)
+        host = HostMemory(self._start_bytes or 0, now_bytes or 0, self._num_ranks)
+        if cache.kv_cache_bytes is None:
+            return cpu_budget(host, cache.memory_share, use)
+        budget = explicit_budget(cache.kv_cache_bytes, use)
+        if now_bytes is not None:
+            check_available_now(budget, host, "lower kv_cache_bytes or max_num_batched_tokens")
+        return budget
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """The spec of every attention layer, by name."""
@@ -96,29 +110,30 @@ class Worker:
         self._runner.append_tokens(sampled_token_ids)
 
 
-def _make_backend(name: str) -> Backend:
-    if name == "native":
-        raise ConfigError("the native backend is not part of this build; use backend reference")
-    return ReferenceBackend()
-
-
-def _resolve_dtypes(config: EngineConfig, backend: Backend) -> ModelDTypes:
-    computed = backend.default_dtype
-    if config.model.dtype != AUTO and DType.parse(config.model.dtype) is not computed:
-        raise ConfigError(
-            f"the {backend.name} backend computes in {computed.value}, not {config.model.dtype}; "
-            "leave dtype out, or set kv_cache_dtype to store less"
-        )
-    stored = config.cache.kv_cache_dtype
-    return ModelDTypes(weights=computed, kv=computed if stored == AUTO else DType.parse(stored))
-
-
 def _resolve_limits(config: EngineConfig, model_max_len: int) -> RunnerLimits:
-    """The planner refuses a length beyond the model's; "auto" never ends above it."""
+    """Sizes that a step can reach; what is asked beyond them costs nothing.
+
+    The planner refuses a length beyond the model's; "auto" never ends above it.
+    """
     asked = config.model.max_model_len
+    max_model_len = model_max_len if asked == AUTO else min(asked, model_max_len)
+    steps = config.scheduler
     return RunnerLimits(
         block_size=resolve_block_size(config.cache.block_size, config.device.device),
-        max_model_len=model_max_len if asked == AUTO else min(asked, model_max_len),
-        max_num_seqs=config.scheduler.max_num_seqs,
-        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        # A request of a step has one token at least, and as many as it is long at most.
+        max_num_seqs=min(steps.max_num_seqs, steps.max_num_batched_tokens),
+        max_num_batched_tokens=min(
+            steps.max_num_batched_tokens, steps.max_num_seqs * max_model_len
+        ),
     )
+
+
+def _read_available_bytes(config: EngineConfig) -> int | None:
+    """Not every system tells; then a given size is taken without a look at the machine."""
+    try:
+        return read_available_host_bytes()
+    except ConfigError:
+        if config.cache.kv_cache_bytes is None:
+            raise
+        return None

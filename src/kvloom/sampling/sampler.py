@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvloom.sampling.logits import FloatArray, SamplingRow, adjust_logits, keep_tokens
-from kvloom.sampling.logprobs import score_token
+from kvloom.sampling.logprobs import prompt_logprobs, score_token
 from kvloom.step import TokenLogprobs
 
 __all__ = ["SampleResult", "Sampler", "SamplingRow", "derive_seed", "draw_uniform"]
@@ -61,6 +61,12 @@ class Sampler:
                 None if num_top is None else score_token(row_logits, token_id, num_top)
             )
         return result
+
+    def prompt_logprobs(
+        self, logits: FloatArray, next_token_ids: Sequence[int], num_top: int
+    ) -> list[TokenLogprobs]:
+        """Score each prompt token by the row of `logits` of the position before it."""
+        return prompt_logprobs(logits, next_token_ids, num_top)
 
 
 def derive_seed(base_seed: int, index: int) -> int:

@@ -159,6 +159,20 @@ class Scheduler:
                     events.append(event)
         return events
 
+    def fail_step(self, output: SchedulerOutput, reason: str) -> None:
+        """Give up a step that did not run to its end, an interrupt included.
+
+        Its blocks were published when it was scheduled, but what they hold is unknown: all requests
+        of the step end with "error", and none of their blocks can be found. Others go on.
+        """
+        self._finished_req_ids |= output.finished_req_ids
+        for req_id in output.num_scheduled_tokens:
+            request = self._requests.get(req_id)
+            if request is not None:
+                self._kv.discard(request)
+                self._finish(request, RequestStatus.FINISHED_ERROR)
+                self._failed.append(_last_event(request, reason))
+
     def _schedule_running(self, step: StepBuilder) -> None:
         index = 0
         # The queue shrinks from its end while older requests take blocks from newer ones.

@@ -12,7 +12,13 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from kvloom.errors import RequestError
+from kvloom.errors import ModelError, RequestError
+
+_EXAMPLE = "[{'role': 'user', 'content': 'What is a KV cache?'}]"
+
+
+class _RefusedError(TemplateError):
+    """The template refuses the messages, in its own words."""
 
 
 class _GenerationTag(Extension):
@@ -38,11 +44,11 @@ class ChatTemplate:
         """The prompt for `messages`; `add_generation_prompt` opens the assistant's answer.
 
         Raises:
-            RequestError: the template refuses the messages or cannot render them.
+            RequestError: what is no message, or messages that the template refuses.
+            ModelError: the template itself is broken.
         """
         for index, message in enumerate(messages):
-            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-                raise RequestError("messages", f"number {index} is not an object with a role")
+            _check_message(index, message)
         try:
             return (
                 _environment()
@@ -55,10 +61,38 @@ class ChatTemplate:
                     **self._special_tokens,
                 )
             )
-        except Exception as error:
+        except _RefusedError as error:
             raise RequestError(
-                "messages", f"the model's chat template cannot render them: {error}"
+                "messages", f"the model's chat template refuses them: {error}"
             ) from error
+        except Exception as error:
+            extra = sorted({key for message in messages for key in message} - {"role", "content"})
+            if extra:
+                raise RequestError(
+                    "messages",
+                    f"the model's chat template cannot render them: {error}; leave out what it may "
+                    f"not know ({', '.join(map(str, extra))})",
+                ) from error
+            raise ModelError(
+                f"the model's chat template fails: {error}; repair chat_template in the model's "
+                "files, or use generate with a plain prompt"
+            ) from error
+
+
+def _check_message(index: int, message: Any) -> None:
+    """A message has a role and a text; only one that calls tools may come without a text."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise RequestError(
+            "messages", f"number {index} is not an object with a role; give {_EXAMPLE}"
+        )
+    content = message.get("content")
+    if isinstance(content, str) or (content is None and message.get("tool_calls")):
+        return
+    raise RequestError(
+        "messages",
+        f"number {index} has no text as its content, but {type(content).__name__}; give one text "
+        f"(join the texts of a list of parts), like {_EXAMPLE}",
+    )
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
@@ -94,7 +128,7 @@ def _to_json(
 
 
 def _raise_exception(message: str) -> NoReturn:
-    raise TemplateError(message)
+    raise _RefusedError(message)
 
 
 def _strftime_now(pattern: str) -> str:

@@ -23,14 +23,28 @@ _SPECIAL_KEYS = {
     "unk_token": "tokenizer.ggml.unknown_token_id",
     "pad_token": "tokenizer.ggml.padding_token_id",
 }
+# What each key has to be where it is there: the types, and whether it is a list of them.
+_KINDS: dict[str, tuple[tuple[type, ...], bool]] = {
+    **dict.fromkeys(_SPECIAL_KEYS.values(), ((int,), False)),
+    "tokenizer.ggml.pre": ((str,), False),
+    "tokenizer.ggml.tokens": ((str,), True),
+    "tokenizer.ggml.token_type": ((int,), True),
+    "tokenizer.ggml.scores": ((float, int), True),
+    "tokenizer.ggml.merges": ((str,), True),
+    "tokenizer.ggml.add_bos_token": ((bool,), False),
+    "tokenizer.ggml.add_eos_token": ((bool,), False),
+    "tokenizer.ggml.add_space_prefix": ((bool,), False),
+    "tokenizer.chat_template": ((str,), False),
+}
 
 
 def tokenizer_from_gguf(metadata: Metadata, eos_token_ids: frozenset[int]) -> Tokenizer:
     """The tokenizer that a GGUF file's metadata describe.
 
     Raises:
-        UnsupportedModelError: no tokenizer, or a kind that is not known.
+        UnsupportedModelError: no tokenizer, a kind that is not known, or a damaged one.
     """
+    _check_kinds(metadata)
     if "tokenizer.ggml.tokens" not in metadata:
         raise UnsupportedModelError(
             "the GGUF file carries no tokenizer (tokenizer.ggml.tokens); use a whole model file"
@@ -55,6 +69,18 @@ def tokenizer_from_gguf(metadata: Metadata, eos_token_ids: frozenset[int]) -> To
     )
     special = SpecialTokens(texts, metadata.get(_SPECIAL_KEYS["bos_token"]), eos_token_ids)
     return Tokenizer(backend, special, metadata.get("tokenizer.chat_template"))
+
+
+def _check_kinds(metadata: Metadata) -> None:
+    for key in _KINDS.keys() & metadata.keys():
+        types, is_list = _KINDS[key]
+        value = metadata[key]
+        items = value if is_list else [value]
+        if isinstance(value, list) != is_list or not set(map(type, items)) <= set(types):
+            wanted = ("a list of " if is_list else "") + types[0].__name__
+            raise UnsupportedModelError(
+                f"GGUF metadata {key} = {value!r:.80} should be {wanted}; convert the model again"
+            )
 
 
 def _special_texts(metadata: Metadata, tokens: Sequence[str]) -> dict[str, str]:
@@ -145,6 +171,11 @@ def _sentencepiece(metadata: Metadata, tokens: Sequence[str]) -> tokenizers.Toke
         # merges; the order of tokens does.
         tokens = [_SPACE * len(t) if t.isspace() and " " in t else t for t in tokens]
         scores = range(0, -len(tokens), -1)
+    if len(scores) != len(tokens):
+        raise UnsupportedModelError(
+            f"GGUF metadata tokenizer.ggml.scores has {len(scores)} values for {len(tokens)} "
+            "tokens; convert the model again"
+        )
     merges = _stored_merges(metadata) or _merges_by_score(tokens, scores)
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
     unknown = _special_texts(metadata, tokens).get("unk_token")

@@ -23,6 +23,10 @@ class ModelFiles(Protocol):
         """The GGUF file's key/value pairs; None for a folder."""
 
     @property
+    def config(self) -> Mapping[str, Any]:
+        """The fields of config.json."""
+
+    @property
     def eos_token_ids(self) -> frozenset[int]:
         """Ids that the files say end a sequence."""
 
@@ -30,10 +34,19 @@ class ModelFiles(Protocol):
 def load_tokenizer(files: ModelFiles) -> Tokenizer:
     """The tokenizer that belongs to a checkpoint.
 
+    Ids that end a sequence are left out where the model has no logits for them: it never samples
+    them, and what adjusts logits could not.
+
     Raises:
         ModelNotFoundError: the folder has no tokenizer.
         UnsupportedModelError: a kind of tokenizer that is not known.
     """
     if files.metadata is None:
-        return tokenizer_from_folder(files.path, files.eos_token_ids)
-    return tokenizer_from_gguf(files.metadata, files.eos_token_ids)
+        tokenizer = tokenizer_from_folder(files.path, files.eos_token_ids)
+    else:
+        tokenizer = tokenizer_from_gguf(files.metadata, files.eos_token_ids)
+    vocab_size = files.config.get("vocab_size")
+    if isinstance(vocab_size, int):  # else the model is refused when it is built
+        within = range(vocab_size)
+        tokenizer.eos_token_ids = frozenset(i for i in tokenizer.eos_token_ids if i in within)
+    return tokenizer

@@ -12,11 +12,12 @@ from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize
 
 from kvloom.errors import UnsupportedModelError
-from kvloom.weights.gguf_config import translate_config
-from kvloom.weights.gguf_header import TensorInfo, map_file, read_header
+from kvloom.ops.base import StoredRows
+from kvloom.weights.gguf_config import EOS_KEYS, translate_config
+from kvloom.weights.gguf_header import TensorInfo, read_header
+from kvloom.weights.mapped_file import MappedFile
+from kvloom.weights.packing import stored_rows
 
-# Ends of a sequence, of a turn and of a message.
-_EOS_KEYS = tuple(f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom"))
 _PIECE_VALUES = 1 << 17
 
 
@@ -38,19 +39,19 @@ class GGUFCheckpoint:
             WeightsError: the file is cut off or damaged; names the first tensor hit.
         """
         self.path = path
-        self._bytes = map_file(path)
+        self._file = MappedFile(path)
         header = read_header(path)
         self._tensors = header.tensors
         self.metadata: Mapping[str, Any] | None = header.metadata
         factors = self.read("rope_freqs.weight") if "rope_freqs.weight" in self._tensors else None
         shapes = {name: info.shape for name, info in self._tensors.items()}
         self.config: dict[str, Any] = translate_config(
-            header.metadata, shapes, None if factors is None else factors.tolist()
+            header.metadata, shapes, None if factors is None else factors.ravel().tolist()
         )
         # Part of the configuration already.
         self.tensor_names = frozenset(self._tensors) - {"rope_freqs.weight"}
         self.eos_token_ids = frozenset(
-            header.metadata[key] for key in _EOS_KEYS if key in header.metadata
+            header.metadata[key] for key in EOS_KEYS if key in header.metadata
         )
 
     def read(self, name: str) -> npt.NDArray[np.float32]:
@@ -61,12 +62,29 @@ class GGUFCheckpoint:
         """
         info = self._tensors[name]
         try:
-            return self._dequantize(info)
+            values = self._dequantize(info)
         except NotImplementedError:
             raise UnsupportedModelError(
                 f"{self.path}: tensor {name} is stored as {info.type.name}, which cannot be "
                 "dequantised; use a file quantised differently"
             ) from None
+        self.release(name)
+        return values
+
+    def stored_format(self, name: str) -> str:
+        """The name of a tensor's block format."""
+        return self._tensors[name].type.name
+
+    def read_rows(self, name: str) -> StoredRows:
+        """A matrix as it is stored: a view of the file, its rows in the file's order."""
+        info = self._tensors[name]
+        raw = self._file.data[info.start : info.start + info.num_bytes]
+        return stored_rows(name, info.type.name, info.shape, raw)
+
+    def release(self, name: str) -> None:
+        """The bytes of a tensor need not stay in memory."""
+        info = self._tensors[name]
+        self._file.release(info.start, info.num_bytes)
 
     def _dequantize(self, info: TensorInfo) -> npt.NDArray[np.float32]:
         # In pieces whose intermediate arrays stay in the processor's cache: twice as fast as the
@@ -74,7 +92,7 @@ class GGUFCheckpoint:
         block_size, block_bytes = GGML_QUANT_SIZES[info.type]
         num_blocks = info.num_bytes // block_bytes
         step = _PIECE_VALUES // block_size
-        raw = self._bytes[info.start : info.start + info.num_bytes]
+        raw = self._file.data[info.start : info.start + info.num_bytes]
         blocks = raw.reshape(num_blocks, block_bytes)
         values = np.empty((num_blocks, block_size), np.float32)
         for start in range(0, num_blocks, step):

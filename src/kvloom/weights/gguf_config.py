@@ -24,28 +24,33 @@ _FIELDS = {
 }
 # Keys below these prefixes change the mathematics, so an unknown one is refused, never ignored.
 _GUARDED = ("attention.", "rope.", "expert_")
-_KNOWN = frozenset(
-    (
-        *_FIELDS,
-        "attention.head_count_kv",
-        "attention.key_length",
-        "attention.value_length",
-        "attention.causal",
-        "attention.sliding_window",
-        "rope.dimension_count",
-        "rope.freq_base",
-        "rope.scale_linear",
-        "rope.scaling.type",
-        "rope.scaling.factor",
-        "rope.scaling.attn_factor",
-        "rope.scaling.original_context_length",
-        "rope.scaling.finetuned",
-        "rope.scaling.yarn_beta_fast",
-        "rope.scaling.yarn_beta_slow",
-        "expert_count",
-        "expert_used_count",
-    )
-)
+_SIZE, _COUNT, _NUMBER = "a positive integer", "an integer from 0 on", "a positive number"
+_FLAG, _TEXT = "true or false", "a text"
+# Those below the architecture's name that are known, and what each has to be.
+_KNOWN = {
+    **dict.fromkeys(_FIELDS, _SIZE),
+    "attention.layer_norm_rms_epsilon": _NUMBER,
+    "attention.head_count_kv": _SIZE,
+    "attention.key_length": _SIZE,
+    "attention.value_length": _SIZE,
+    "attention.causal": _FLAG,
+    "attention.sliding_window": _COUNT,
+    "rope.dimension_count": _SIZE,
+    "rope.freq_base": _NUMBER,
+    "rope.scale_linear": _NUMBER,
+    "rope.scaling.type": _TEXT,
+    "rope.scaling.factor": _NUMBER,
+    "rope.scaling.attn_factor": _NUMBER,
+    "rope.scaling.original_context_length": _SIZE,
+    "rope.scaling.finetuned": _FLAG,
+    "rope.scaling.yarn_beta_fast": _NUMBER,
+    "rope.scaling.yarn_beta_slow": _NUMBER,
+    "expert_count": _COUNT,
+    "expert_used_count": _COUNT,
+}
+# Ends of a sequence, of a turn and of a message.
+EOS_KEYS = tuple(f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom"))
+_TOKEN_KEYS = ("tokenizer.ggml.bos_token_id", *EOS_KEYS)
 
 
 def translate_config(
@@ -72,6 +77,9 @@ def translate_config(
         )
     prefix = f"{architecture}."
     own = {k.removeprefix(prefix): v for k, v in metadata.items() if k.startswith(prefix)}
+    _refuse_per_layer(architecture, own)
+    kinds = {f"{prefix}{key}": kind for key, kind in _KNOWN.items()}
+    _check_kinds(metadata, kinds | dict.fromkeys(_TOKEN_KEYS, _COUNT))
     _refuse_unknown(architecture, own)
     if "token_embd.weight" not in shapes:
         raise WeightsError("the GGUF file has no tensor token_embd.weight; fetch it again")
@@ -81,14 +89,20 @@ def translate_config(
     config["num_key_value_heads"] = own.get(
         "attention.head_count_kv", config["num_attention_heads"]
     )
-    _refuse_per_layer(architecture, config)
     config["head_dim"] = _head_size(architecture, own, config)
     config["vocab_size"] = shapes["token_embd.weight"][0]
     config["tie_word_embeddings"] = "output.weight" not in shapes
     config["attention_bias"] = "blk.0.attn_q.bias" in shapes
     config["mlp_bias"] = "blk.0.ffn_up.bias" in shapes
     config["rope_theta"] = own.get("rope.freq_base", 10000.0)
-    config["rope_scaling"] = _rope_scaling(architecture, own, rope_factors)
+    config["rope_scaling"] = scaling = _rope_scaling(own)
+    if rope_factors is not None:
+        if scaling is not None:
+            raise UnsupportedModelError(
+                f"the GGUF file has both rope_freqs.weight and {prefix}rope.scaling.type = "
+                f"{scaling['rope_type']!r}; use a file with one of them"
+            )
+        config["gguf.rope_factors"] = rope_factors  # no field of a config.json
     if own.get("attention.sliding_window"):
         config["model_type"] = "mistral" if architecture == "llama" else architecture
         config["sliding_window"] = own["attention.sliding_window"]
@@ -122,13 +136,34 @@ def _refuse_unknown(architecture: str, own: Mapping[str, Any]) -> None:
         raise UnsupportedModelError("the GGUF file is an encoder; use a model that generates text")
 
 
-def _refuse_per_layer(architecture: str, config: Mapping[str, Any]) -> None:
-    for field in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        if isinstance(config[field], list):
+def _refuse_per_layer(architecture: str, own: Mapping[str, Any]) -> None:
+    for key in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
+        if isinstance(own.get(key), list):
             raise UnsupportedModelError(
-                f"GGUF architecture {architecture} with one {field} per layer is not supported; "
-                "use a model whose layers are alike"
+                f"GGUF metadata {architecture}.{key} has one value per layer, which is not "
+                "supported; use a model whose layers are alike"
             )
+
+
+def _check_kinds(metadata: Metadata, kinds: Mapping[str, str]) -> None:
+    for key, kind in kinds.items():
+        if key in metadata and not _is_of_kind(metadata[key], kind):
+            raise UnsupportedModelError(
+                f"GGUF metadata {key} = {metadata[key]!r:.80} should be {kind}; "
+                "convert the model again"
+            )
+
+
+def _is_of_kind(value: Any, kind: str) -> bool:
+    if kind == _FLAG:
+        return isinstance(value, bool)
+    if kind == _TEXT:
+        return isinstance(value, str)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    if kind == _NUMBER:
+        return 0 < value < math.inf
+    return isinstance(value, int) and value >= (1 if kind == _SIZE else 0)
 
 
 def _head_size(architecture: str, own: Mapping[str, Any], config: Mapping[str, Any]) -> int:
@@ -144,20 +179,11 @@ def _head_size(architecture: str, own: Mapping[str, Any], config: Mapping[str, A
     return int(head_size)
 
 
-def _rope_scaling(
-    architecture: str, own: Mapping[str, Any], factors: list[float] | None
-) -> dict[str, Any] | None:
+def _rope_scaling(own: Mapping[str, Any]) -> dict[str, Any] | None:
     kind = own.get("rope.scaling.type", "none")
     factor = own.get("rope.scaling.factor", own.get("rope.scale_linear", 1.0))
     if kind == "none" and "rope.scale_linear" in own:
         kind = "linear"
-    if factors is not None:
-        if kind != "none":
-            raise UnsupportedModelError(
-                f"the GGUF file has both rope_freqs.weight and {architecture}.rope.scaling.type = "
-                f"{kind!r}; use a file with one of them"
-            )
-        return {"rope_type": "factors", "factors": factors}
     if kind == "none" or (kind == "linear" and factor == 1.0):
         return None
     scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}

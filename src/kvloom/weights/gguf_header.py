@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from kvloom.errors import UnsupportedModelError, WeightsError
+from kvloom.weights.mapped_file import MappedFile
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)  # version 1 counted in 32 bits; no file in use has it
@@ -118,13 +118,6 @@ class _Cursor:
         return strings
 
 
-def map_file(path: Path) -> npt.NDArray[np.uint8]:
-    """The bytes of a file, read from disk as they are used."""
-    if path.stat().st_size == 0:
-        raise WeightsError(f"{path} is empty; fetch it again")
-    return np.asarray(np.memmap(path, np.uint8, mode="r"))
-
-
 def read_header(path: Path) -> Header:
     """The header of a GGUF file of any architecture.
 
@@ -132,7 +125,7 @@ def read_header(path: Path) -> Header:
         UnsupportedModelError: another kind of file, a version or a tensor type we do not read.
         WeightsError: the file is cut off or damaged; names the first tensor hit.
     """
-    data = map_file(path)
+    data = MappedFile(path).data
     try:
         header = _read_header(_Cursor(data.data), path)
     except (EOFError, struct.error):

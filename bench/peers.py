@@ -1,0 +1,236 @@
+"""kvloom and what a user would pick instead, in turn: text first, then time.
+
+    bench/peers.py --peers FOLDER --models FOLDER [--out FOLDER]
+
+FOLDER of --peers holds an environment per peer: vllm, pace, openvino (each with bin/python) and
+llama-bin. FOLDER of --models holds the GGUF file and smollm2-hf, the same weights in bf16.
+
+Fairness: each engine is one process, started once and stopped (SIGSTOP) while others run; it runs
+every cell once before anything counts. A round runs cell by cell, and in a cell all engines one
+after another, in an order that rotates; so both times of a ratio are taken within a minute or so.
+Prompts are texts that no engine has seen before, the same for all of them. What is timed is a call
+from texts to texts. All engines get the same processors, and 1 GiB of KV cache or more than they
+need. A run that other processes disturbed is repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import text_check
+from peers_cells import CELLS, Cell
+from peers_engines import STATED_PEAKS, OpsPerSecond, Places, engine_commands, engine_formats
+from peers_engines import read_model_size as read_size
+from peers_probe import Probe
+from peers_process import EngineError, EngineProcess, busy_seconds
+from peers_prompts import PromptMaker
+from peers_report import QUIET_SHARE, Results, Sample, report
+
+from kvloom.tokenizer import load_tokenizer
+from kvloom.weights.checkpoint import open_checkpoint
+
+DEFAULT_ENGINES = "kvloom-bf16,kvloom-q4,pace,openvino,openvino-bf16,vllm,llama"
+MAX_TRIES = 3
+WARM_UP = -1  # its round
+TICK_SECONDS = 0.02  # what counting in ticks may be wrong by
+
+
+@dataclass(slots=True)
+class Bench:
+    """Everything that a round needs."""
+
+    engines: Sequence[EngineProcess]
+    cells: Sequence[Cell]
+    prompts: PromptMaker
+    probe: Probe
+    num_threads: int
+
+    def run_round(self, number: int) -> list[Sample]:
+        """Every cell by every engine; the order of engines rotates with the round's number."""
+        turn = number % len(self.engines)
+        order = [*self.engines[turn:], *self.engines[:turn]]
+        samples = []
+        for cell in self.cells:
+            for engine in order:
+                samples.append(self._sample(number, cell, engine))
+                say(sample_line(samples[-1], cell))
+        return samples
+
+    def _sample(self, number: int, cell: Cell, engine: EngineProcess) -> Sample:
+        """The first run that nothing else disturbed, or the last one tried."""
+        for attempt in range(1 if number == WARM_UP else MAX_TRIES):
+            # The same texts for all engines, unless a run is repeated.
+            sample = self._run(number, cell, engine, f"{number} {cell.name} {attempt}")
+            if sample.foreign_share <= QUIET_SHARE:
+                break
+        return sample
+
+    def _run(self, number: int, cell: Cell, engine: EngineProcess, seed: str) -> Sample:
+        prompts = self.prompts.make(cell.num_requests, cell.num_prompt_tokens, seed)
+        before = self.probe.read_bytes_per_s()
+        busy, own = busy_seconds(), engine.cpu_seconds()
+        answer = engine.run({"prompts": prompts, "num_output_tokens": cell.num_output_tokens})
+        foreign = (busy_seconds() - busy) - (engine.cpu_seconds() - own) - TICK_SECONDS
+        after = self.probe.read_bytes_per_s()
+        check_counts(engine.name, cell, answer)
+        seconds = answer["seconds"]
+        return Sample(
+            round=number,
+            cell=cell.name,
+            engine=engine.name,
+            seconds=seconds,
+            read_bytes_per_s=(before + after) / 2,
+            foreign_share=max(0.0, foreign) / (seconds * self.num_threads),
+        )
+
+
+def check_counts(name: str, cell: Cell, answer: Mapping[str, Any]) -> None:
+    """All engines must read the same number of tokens, and write all that were asked for.
+
+    Raises:
+        EngineError: one did not.
+    """
+    wanted = (
+        cell.num_requests * cell.num_prompt_tokens,
+        cell.num_requests * cell.num_output_tokens,
+    )
+    counted = (answer["num_prompt_tokens"], answer["num_output_tokens"])
+    if counted != wanted or len(answer["texts"]) != cell.num_requests:
+        raise EngineError(
+            f"{name}, {cell.name}: {counted} prompt and output tokens and "
+            f"{len(answer['texts'])} texts, not {wanted} and {cell.num_requests}"
+        )
+
+
+def sample_line(sample: Sample, cell: Cell) -> str:
+    """One run, for who watches."""
+    return (
+        f"round {sample.round} {sample.cell:16} {sample.engine:14} {sample.seconds:8.3f} s "
+        f"{cell.num_counted_tokens / sample.seconds:8.1f} tok/s at "
+        f"{sample.read_bytes_per_s / 1e9:5.1f} GB/s, others {sample.foreign_share:.0%}"
+    )
+
+
+def say(line: str) -> None:
+    """To who watches; the report alone goes to standard output."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def start_engines(names: Sequence[str], places: Places, options: Any, out: Path) -> Any:
+    """Start all of them, one after another."""
+    commands = engine_commands(places, options)
+    engines = []
+    try:
+        for name in names:
+            engines.append(EngineProcess(name, commands[name], out / f"{name}.log"))
+            say(f"{name}: ready after {engines[-1].start():.1f} s")
+    except BaseException:
+        close_engines(engines)
+        raise
+    return engines
+
+
+def close_engines(engines: Sequence[EngineProcess]) -> None:
+    """End all of them."""
+    for engine in engines:
+        engine.close()
+
+
+def check_texts(engines: Sequence[EngineProcess], tokenizer: Any, places: Places) -> list[str]:
+    """The text check's lines of the report."""
+    chats = [[{"role": "user", "content": question}] for question in text_check.QUESTIONS]
+    prompts = [tokenizer.render_chat(chat) for chat in chats]
+    command = {"prompts": prompts, "max_tokens": text_check.MAX_TOKENS}
+    texts = {engine.name: engine.run(command)["texts"] for engine in engines}
+    for name, answers in texts.items():
+        for answer in answers:
+            say(f"{name}: {answer!r}")
+    scores = text_check.score_texts(places.python("vllm"), places.folder, prompts, texts)
+    return text_check.report_lines(scores)
+
+
+def run_rounds(bench: Bench, num_rounds: int, path: Path) -> list[Sample]:
+    """The warm-up, then all rounds; samples are on disk after each of them."""
+    samples: list[Sample] = []
+    bench.run_round(WARM_UP)
+    for number in range(num_rounds):
+        samples += bench.run_round(number)
+        path.write_text(json.dumps([asdict(sample) for sample in samples]))
+    return samples
+
+
+def print_report(samples: Sequence[Sample], places: Places, options: Any, probe: Probe) -> None:
+    """Tables with the limits at the stated peaks of arithmetic, and at those of this machine."""
+    peaks = probe.peaks()
+    here = OpsPerSecond(peaks.bf16_flop_per_s, peaks.int8_op_per_s)
+    size = read_size(places)
+    for title, one in (("stated", STATED_PEAKS), ("probed here", here)):
+        if not one.bf16 or not one.int8:
+            continue  # a processor without these instructions
+        formats = engine_formats(places, options, one)
+        print(
+            f"\n## Limits with {one.bf16 / 1e9:.0f} GFLOP/s bf16, "
+            f"{one.int8 / 1e9:.0f} GOP/s int8 ({title})\n"
+        )
+        print("\n".join(report(Results(samples, size, formats))))
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--peers", type=Path, required=True, help="the peers' environments")
+    parser.add_argument("--models", type=Path, required=True, help="GGUF file and smollm2-hf")
+    parser.add_argument("--out", type=Path, default=Path("build/peers"), help="logs and samples")
+    parser.add_argument("--engines", default=DEFAULT_ENGINES, help="comma separated")
+    parser.add_argument("--cells", default="", help="indices of cells, comma separated; all")
+    parser.add_argument("--rounds", type=int, default=5, help="0 for the text check alone")
+    parser.add_argument("--threads", type=int, default=2, help="processors that engines may use")
+    parser.add_argument("--options", default="{}", help="of kvloom's LLM, as JSON")
+    parser.add_argument("--report", type=Path, help="samples of an earlier run: print, run nothing")
+    parser.add_argument("--no-text", action="store_true", help="leave the text check out")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Check texts, run the rounds, print the report."""
+    arguments = parse_arguments()
+    # A plain end would leave the engines behind, asleep.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
+    # Inherited by every engine: none may use more processors than another.
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])
+    # Absolute: engines run in another folder.
+    places = Places(arguments.peers.resolve(), arguments.models.resolve(), arguments.threads)
+    options = json.loads(arguments.options)
+    probe = Probe(arguments.threads)
+    if arguments.report:
+        samples = [Sample(**fields) for fields in json.loads(arguments.report.read_text())]
+        print_report(samples, places, options, probe)
+        return
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    names = arguments.engines.split(",")
+    cells = [CELLS[int(i)] for i in arguments.cells.split(",") if i] or CELLS
+    tokenizer = load_tokenizer(open_checkpoint(places.gguf))
+    prompts = PromptMaker(tokenizer)
+    engines = start_engines(names, places, options, arguments.out)
+    try:
+        lines = [] if arguments.no_text else check_texts(engines, tokenizer, places)
+        print("\n".join(["## Text", "", *lines]), flush=True)
+        if not arguments.rounds:
+            return
+        bench = Bench(engines, cells, prompts, probe, arguments.threads)
+        samples = run_rounds(bench, arguments.rounds, arguments.out / "samples.json")
+    finally:
+        close_engines(engines)
+    print_report(samples, places, options, probe)
+
+
+if __name__ == "__main__":
+    main()

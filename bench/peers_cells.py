@@ -1,0 +1,122 @@
+"""What is measured, against what it must reach, and the least time the hardware allows for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One kind of work: prompts of one length, run as one batch."""
+
+    name: str
+    num_requests: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+    @property
+    def counts_prompt(self) -> bool:
+        """Whether prompt tokens per second are its number, and not output tokens."""
+        return self.num_output_tokens == 1
+
+    @property
+    def num_counted_tokens(self) -> int:
+        """Tokens that its rate counts."""
+        per_request = self.num_prompt_tokens if self.counts_prompt else self.num_output_tokens
+        return self.num_requests * per_request
+
+
+CELLS = (
+    Cell("1 x (128+128)", 1, 128, 128),
+    Cell("8 x (128+128)", 8, 128, 128),
+    Cell("32 x (128+128)", 32, 128, 128),
+    Cell("prefill 2,048", 1, 2048, 1),
+    Cell("1 x (3,500+128)", 1, 3500, 128),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """How many times faster than a peer we must be, cell by cell of CELLS.
+
+    Attributes:
+        peers: configurations of one peer; the better one of each cell counts.
+    """
+
+    title: str
+    ours: str
+    peers: tuple[str, ...]
+    ratios: tuple[float, ...]
+
+
+BARS = (
+    Bar("vLLM + AMD PACE compiled, bf16", "kvloom-bf16", ("pace",), (1.9, 1.8, 1.5, 1.05, 1.35)),
+    Bar(
+        "OpenVINO GenAI, the same Q4_1 file",
+        "kvloom-q4",
+        ("openvino", "openvino-bf16"),
+        (2.8, 2.4, 1.9, 1.3, 1.7),
+    ),
+    Bar("vLLM eager, bf16", "kvloom-bf16", ("vllm",), (2.1, 2.6, 2.7, 2.3, 2.6)),
+    Bar("llama.cpp, the same Q4_1 file", "kvloom-q4", ("llama",), (3.2, 7.0, 7.3, 8.0, 6.0)),
+)
+
+# Of the limit: a bf16 cell of one request that reaches it has nothing left to gain.
+ENOUGH_OF_LIMIT = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """What a forward pass computes and reads, in values.
+
+    Attributes:
+        num_body_weights: of all layers.
+        num_head_weights: of the matrix that makes logits.
+        num_kv_values: keys and values of one token, over all layers.
+        num_attention_products: multiplications per query and key, over all layers and heads: the
+            score's and the weighted sum's.
+    """
+
+    num_body_weights: int
+    num_head_weights: int
+    num_kv_values: int
+    num_attention_products: int
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How an engine holds a model: bytes it must read, and the arithmetic it can use."""
+
+    body_bytes: float
+    head_bytes: float
+    kv_value_bytes: float
+    op_per_s: float
+    attention_op_per_s: float
+
+
+def limit_seconds(cell: Cell, size: ModelSize, form: Format, read_bytes_per_s: float) -> float:
+    """The least time for a cell: each part at the speed of memory or of arithmetic.
+
+    Weights and KV are read once per step, a prompt is one step, and only the rows that are sampled
+    need the head. What else an engine does is counted as nothing.
+    """
+
+    def part(num_bytes: float, num_ops: float, op_per_s: float) -> float:
+        return max(num_bytes / read_bytes_per_s, num_ops / op_per_s)
+
+    def step(num_tokens: int, num_kv_read: int, num_pairs: int) -> float:
+        """One forward pass: `num_kv_read` stored tokens, `num_pairs` of a query and a key."""
+        body = part(form.body_bytes, 2 * size.num_body_weights * num_tokens, form.op_per_s)
+        head = part(form.head_bytes, 2 * size.num_head_weights * cell.num_requests, form.op_per_s)
+        attention = part(
+            num_kv_read * size.num_kv_values * form.kv_value_bytes,
+            2 * size.num_attention_products * num_pairs,
+            form.attention_op_per_s,
+        )
+        return body + head + attention
+
+    n, prompt = cell.num_requests, cell.num_prompt_tokens
+    seconds = step(n * prompt, n * prompt, n * prompt * (prompt + 1) // 2)
+    for length in range(prompt + 1, prompt + cell.num_output_tokens):
+        seconds += step(n, n * length, n * length)
+    return seconds

@@ -1,0 +1,147 @@
+"""The engines: where each is installed, how it is started, and what it reads and computes with."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peers_cells import Format, ModelSize
+from peers_process import EngineCommand
+
+from kvloom.weights.gguf_header import read_header
+
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+FOLDER = "smollm2-hf"  # the same weights in bf16
+HEAD_TENSORS = ("output.weight", "token_embd.weight")  # a tied head is the embedding
+
+BF16_BYTES = 2.0
+INT8_BYTES = 34 / 32  # groups of 32 with a 16-bit scale
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Folders of the peers' environments and of the models, and how many threads engines get."""
+
+    peers: Path
+    models: Path
+    num_threads: int
+
+    @property
+    def gguf(self) -> Path:
+        """The quantised model."""
+        return self.models / GGUF
+
+    @property
+    def folder(self) -> Path:
+        """The bf16 model."""
+        return self.models / FOLDER
+
+    def python(self, peer: str) -> str:
+        """Of a peer's environment."""
+        return str(self.peers / peer / "bin" / "python")
+
+
+@dataclass(frozen=True, slots=True)
+class OpsPerSecond:
+    """Peaks of the machine's arithmetic."""
+
+    bf16: float
+    int8: float
+
+
+# Of the machine that the bars were measured on, with 2 threads.
+STATED_PEAKS = OpsPerSecond(bf16=940e9, int8=1850e9)
+
+
+def engine_commands(places: Places, options: Mapping[str, Any]) -> dict[str, EngineCommand]:
+    """All engines by name; `options` are those of our own `LLM`, for both of its models."""
+    gguf, folder, threads = str(places.gguf), str(places.folder), str(places.num_threads)
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    vllm = {
+        **offline,
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_PLUGINS": "",  # unless a plugin is what is measured
+    }
+    pace = {name: value for name, value in vllm.items() if name != "VLLM_PLUGINS"}
+    openvino = {"INFERENCE_NUM_THREADS": places.num_threads}
+    in_bf16 = {"INFERENCE_PRECISION_HINT": "bf16", "KV_CACHE_PRECISION": "bf16"}
+    llama = {
+        "bin": str(places.peers / "llama-bin"),
+        # One cache for all slots, so that one server has room for every cell.
+        "arguments": [
+            *("--threads", threads, "--threads-batch", threads, "--parallel", "32"),
+            *("--ctx-size", "16384", "--kv-unified", "--cache-ram", "0", "--no-webui"),
+        ],
+    }
+    return {
+        "kvloom-bf16": EngineCommand(sys.executable, "kvloom", folder, options),
+        "kvloom-q4": EngineCommand(sys.executable, "kvloom", gguf, options),
+        "pace": EngineCommand(
+            places.python("pace"), "vllm", folder, {"enforce_eager": False}, pace
+        ),
+        "pace-eager": EngineCommand(
+            places.python("pace"), "vllm", folder, {"enforce_eager": True}, pace
+        ),
+        "vllm": EngineCommand(places.python("vllm"), "vllm", folder, {"enforce_eager": True}, vllm),
+        "openvino": EngineCommand(places.python("openvino"), "openvino", gguf, openvino),
+        "openvino-bf16": EngineCommand(
+            places.python("openvino"), "openvino", gguf, {**openvino, **in_bf16}
+        ),
+        "llama": EngineCommand(sys.executable, "llama", gguf, llama),
+    }
+
+
+def read_model_size(places: Places) -> ModelSize:
+    """From the bf16 model's configuration: a Llama with a tied head."""
+    config = json.loads((places.folder / "config.json").read_text())
+    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+    head_size = config["head_dim"]
+    num_q, num_kv = (
+        config[name] * head_size for name in ("num_attention_heads", "num_key_value_heads")
+    )
+    attention = 2 * hidden * num_q + 2 * hidden * num_kv
+    return ModelSize(
+        num_body_weights=layers * (attention + 3 * hidden * config["intermediate_size"]),
+        num_head_weights=hidden * config["vocab_size"],
+        num_kv_values=layers * 2 * num_kv,
+        num_attention_products=layers * 2 * num_q,
+    )
+
+
+def engine_formats(
+    places: Places, options: Mapping[str, Any], peaks: OpsPerSecond
+) -> dict[str, Format]:
+    """What each engine's limit is made of."""
+    size = read_model_size(places)
+    in_bf16 = Format(
+        BF16_BYTES * size.num_body_weights,
+        BF16_BYTES * size.num_head_weights,
+        BF16_BYTES,
+        peaks.bf16,
+        peaks.bf16,
+    )
+    tensors = read_header(places.gguf).tensors
+    head = next(tensors[name] for name in HEAD_TENSORS if name in tensors)
+    body_bytes = sum(t.num_bytes for name, t in tensors.items() if name not in HEAD_TENSORS)
+
+    def quantised(kv_value_bytes: float) -> Format:
+        """As the file has it: 8-bit arithmetic for its weights, bf16 for attention."""
+        return Format(body_bytes, head.num_bytes, kv_value_bytes, peaks.int8, peaks.bf16)
+
+    ours = INT8_BYTES if options.get("kv_cache_dtype") == "int8" else BF16_BYTES
+    return {
+        "kvloom-bf16": in_bf16,
+        "kvloom-q4": quantised(ours),
+        "pace": in_bf16,
+        "pace-eager": in_bf16,
+        "vllm": in_bf16,
+        "openvino": quantised(INT8_BYTES),
+        "openvino-bf16": quantised(BF16_BYTES),
+        "llama": quantised(BF16_BYTES),
+    }

@@ -1,0 +1,164 @@
+// Programs, packed weights and memory for Python; program_builder.hpp checks what comes in.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "program_builder.hpp"
+
+namespace kvloom {
+namespace {
+
+void bind_weights(nb::module_& module) {
+  nb::class_<Weight>(module, "Weight")
+      .def("pack", &Weight::pack, nb::arg("source_format"), nb::arg("rows").noconvert(),
+           nb::arg("first_output"))
+      .def_prop_ro("nbytes", &Weight::num_bytes)
+      .def_prop_ro("format", &Weight::format_name)
+      .def_prop_ro("num_inputs", [](const Weight& weight) { return weight.packed().num_inputs; });
+  nb::class_<WeightPool>(module, "WeightPool")
+      .def(nb::init<>())
+      .def("allocate", &WeightPool::allocate, nb::arg("format"), nb::arg("is_gated"),
+           nb::arg("num_outputs"), nb::arg("num_inputs"));
+  module.def("allocate_bytes", &allocate_bytes, nb::arg("num_bytes"));
+  module.def(
+      "packed_row_bytes",
+      [](const std::string& format, int64_t num_inputs) {
+        const Format weight = named(kFormats, format);
+        const int width = checked_size(num_inputs, "num_inputs is out of range");
+        return std::max(packed_rows_bytes(row_format_for(weight, 1), 1, width),
+                        packed_rows_bytes(row_format_for(weight, 1 << 20), 1, width));
+      },
+      nb::arg("format"), nb::arg("num_inputs"),
+      "Most bytes of one row packed for a weight of this format.");
+  module.def(
+      "product_scratch_bytes",
+      [](const std::string& format, int64_t num_inputs) {
+        return gemm_scratch_bytes(named(kFormats, format),
+                                  checked_size(num_inputs, "num_inputs is out of range"));
+      },
+      nb::arg("format"), nb::arg("num_inputs"),
+      "Bytes each thread needs to multiply by a weight of this format.");
+}
+
+// Small records that the builder takes; keyword arguments only, so that nothing is mixed up.
+void bind_records(nb::module_& module) {
+  nb::class_<Operand>(module, "Operand")
+      .def(
+          "__init__",
+          [](Operand* self, int slot, bool is_logits, int width) {
+            new (self) Operand{slot, is_logits ? RowCount::Logits : RowCount::Tokens, width};
+          },
+          nb::arg("slot"), nb::arg("is_logits"), nb::arg("width"));
+  nb::class_<SlotSpec>(module, "SlotSpec")
+      .def(
+          "__init__",
+          [](SlotSpec* self, bool is_logits, size_t row_bytes) {
+            if (row_bytes > size_t{1} << 32) throw nb::value_error("row_bytes is out of range");
+            new (self) SlotSpec{is_logits ? RowCount::Logits : RowCount::Tokens, row_bytes};
+          },
+          nb::arg("is_logits"), nb::arg("row_bytes"));
+  nb::class_<ProgramSizes>(module, "ProgramSizes")
+      .def(
+          "__init__",
+          [](ProgramSizes* self, int tokens, int rows, int requests, int length) {
+            new (self) ProgramSizes{tokens, rows, requests, length};
+          },
+          nb::kw_only(), nb::arg("max_num_tokens"), nb::arg("max_num_rows"),
+          nb::arg("max_num_requests"), nb::arg("max_model_len"));
+  nb::class_<GroupShape>(module, "GroupShape")
+      .def(
+          "__init__",
+          [](GroupShape* self, const std::string& format, int block_size, int num_heads,
+             int num_kv_heads, int head_size, int head_size_v) {
+            new (self)
+                GroupShape{format, block_size, num_heads, num_kv_heads, head_size, head_size_v};
+          },
+          nb::kw_only(), nb::arg("kv_format"), nb::arg("block_size"), nb::arg("num_heads"),
+          nb::arg("num_kv_heads"), nb::arg("head_size"), nb::arg("head_size_v"));
+}
+
+void bind_attention_records(nb::module_& module) {
+  module.def(
+      "attention_bytes",
+      [](const GroupShape& shape, int max_model_len, int num_threads) {
+        return attention_group_bytes(checked_heads(shape),
+                                     checked_limits(num_threads, max_model_len));
+      },
+      nb::arg("shape"), nb::arg("max_model_len"), nb::arg("num_threads"),
+      "Bytes that layers of equal heads share, beyond queries and results.");
+  nb::class_<QueryKeyArrays>(module, "QueryKeyArrays")
+      .def(
+          "__init__",
+          [](QueryKeyArrays* self, const FloatTable& rotations,
+             const std::optional<FloatArray>& q_norm, const std::optional<FloatArray>& k_norm,
+             float norm_eps, float q_scale) {
+            new (self) QueryKeyArrays{rotations, q_norm, k_norm, norm_eps, q_scale};
+          },
+          nb::kw_only(), nb::arg("rotations").noconvert(), nb::arg("q_norm").none(),
+          nb::arg("k_norm").none(), nb::arg("norm_eps"), nb::arg("q_scale"));
+  nb::class_<LayerMemory>(module, "LayerMemory")
+      .def(
+          "__init__",
+          [](LayerMemory* self, const Bytes& raw, int64_t num_blocks) {
+            if (num_blocks < 1) throw nb::value_error("num_blocks must be positive");
+            new (self) LayerMemory{raw, num_blocks};
+          },
+          nb::arg("raw").noconvert(), nb::arg("num_blocks"));
+  nb::class_<BatchArrays>(module, "BatchArrays")
+      .def(nb::init<StepArray<int64_t, 1>, StepArray<int64_t, 1>, StepArray<int64_t, 1>,
+                    StepArray<int32_t, 1>, StepArray<int32_t, 1>>(),
+           nb::kw_only(), nb::arg("token_ids").noconvert(), nb::arg("positions").noconvert(),
+           nb::arg("logits_rows").noconvert(), nb::arg("query_start").noconvert(),
+           nb::arg("seq_lens").noconvert());
+  nb::class_<GroupArrays>(module, "GroupArrays")
+      .def(nb::init<StepArray<int32_t, 2>, StepArray<int64_t, 1>>(), nb::kw_only(),
+           nb::arg("block_table").noconvert(), nb::arg("slots").noconvert());
+}
+
+}  // namespace
+
+void bind_program(nb::module_& module) {
+  bind_weights(module);
+  bind_records(module);
+  bind_attention_records(module);
+  // Whatever an instruction reads must outlive it: weights, norms, tables and KV memory.
+  using Builder = ProgramBuilder;
+  nb::class_<Builder>(module, "Program")
+      .def(nb::init<ThreadTeam&, const ProgramSizes&, const std::vector<SlotSpec>&>(),
+           nb::arg("team"), nb::arg("sizes"), nb::arg("slots"), nb::keep_alive<1, 2>())
+      .def("embedding", &Builder::embedding, nb::arg("table"), nb::arg("first_row"), nb::arg("out"),
+           nb::keep_alive<1, 2>())
+      .def("rms_norm", &Builder::rms_norm, nb::arg("weight").noconvert(), nb::arg("eps"),
+           nb::arg("x"), nb::arg("out"), nb::keep_alive<1, 2>())
+      .def("pack", &Builder::pack, nb::arg("x"), nb::arg("norm").noconvert().none(), nb::arg("eps"),
+           nb::arg("weight"), nb::arg("out_slot"), nb::keep_alive<1, 3>(), nb::keep_alive<1, 5>())
+      .def("linear", &Builder::linear, nb::arg("x_slot"), nb::arg("weight"),
+           nb::arg("bias").noconvert().none(), nb::arg("kind"), nb::arg("activation"),
+           nb::arg("out"), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>())
+      .def("gated_pack", &Builder::gated_pack, nb::arg("x_slot"), nb::arg("weight"),
+           nb::arg("bias").noconvert().none(), nb::arg("activation"), nb::arg("next"),
+           nb::arg("out"), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>())
+      .def("add", &Builder::add_values, nb::arg("a_slot"), nb::arg("b_slot"), nb::arg("out"))
+      .def("select_rows", &Builder::select_rows, nb::arg("x"), nb::arg("out_slot"))
+      .def("attention_group", &Builder::attention_group, nb::arg("group"), nb::arg("shape"),
+           nb::arg("num_blocks"))
+      .def("store_qkv", &Builder::store_qkv, nb::arg("group"), nb::arg("memory"), nb::arg("arrays"),
+           nb::arg("qkv"), nb::arg("q_slot"), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>())
+      .def("attend", &Builder::attend, nb::arg("group"), nb::arg("memory"), nb::arg("q_slot"),
+           nb::arg("out"), nb::keep_alive<1, 3>())
+      .def("end_segment", &Builder::end_segment)
+      .def("finish", &Builder::finish)
+      .def("begin", &Builder::begin, nb::arg("batch"), nb::arg("groups"))
+      .def("run_segment", &Builder::run_segment, nb::arg("segment"))
+      .def(
+          "view",
+          [](nb::handle self, const Operand& operand) {
+            return nb::cast<Builder&>(self).view(operand, self);
+          },
+          nb::arg("operand"))
+      .def_prop_ro("num_segments", &Builder::num_segments);
+}
+
+}  // namespace kvloom

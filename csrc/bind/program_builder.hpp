@@ -1,0 +1,353 @@
+// Builds a program instruction by instruction, refusing what does not fit together, and runs it.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "kvloom/program_attention.hpp"
+#include "kvloom/program_instructions.hpp"
+#include "program_step.hpp"
+#include "program_weights.hpp"
+
+namespace kvloom {
+
+using FloatArray = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using FloatTable = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Bytes = nb::ndarray<int8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+constexpr std::pair<const char*, Activation> kActivations[] = {
+    {"silu", Activation::Silu}, {"gelu", Activation::Gelu}, {"gelu_tanh", Activation::GeluTanh}};
+constexpr std::pair<const char*, KVFormat> kKVFormats[] = {
+    {"float32", KVFormat::F32}, {"bfloat16", KVFormat::BF16}, {"int8", KVFormat::INT8}};
+
+// The sizes that a program is made for, as Python gives them.
+struct ProgramSizes {
+  int max_num_tokens = 0;
+  int max_num_rows = 0;
+  int max_num_requests = 0;
+  int max_model_len = 0;
+};
+
+// Heads and blocks of one KV cache group.
+struct GroupShape {
+  std::string kv_format;
+  int block_size = 0;
+  int num_heads = 0;
+  int num_kv_heads = 0;
+  int head_size = 0;
+  int head_size_v = 0;
+};
+
+inline void check(bool is_valid, const char* message) {
+  if (!is_valid) throw nb::value_error(message);
+}
+
+inline AttentionShape checked_heads(const GroupShape& shape) {
+  check(shape.block_size <= 1 << 16 && shape.num_kv_heads <= 1 << 12,
+        "attention: sizes are out of range");
+  AttentionShape heads;
+  heads.layout = {named(kKVFormats, shape.kv_format), shape.block_size, shape.num_kv_heads,
+                  shape.head_size, shape.head_size_v};
+  heads.num_heads = shape.num_heads;
+  if (const char* problem = heads.layout.problem()) throw nb::value_error(problem);
+  check(shape.num_heads >= 1 && shape.num_heads <= 1 << 12 &&
+            shape.num_heads % shape.num_kv_heads == 0,
+        "attention: heads do not share KV heads evenly");
+  return heads;
+}
+
+inline AttentionLimits checked_limits(int num_threads, int max_model_len) {
+  check(num_threads >= 1 && num_threads <= 1 << 12, "num_threads is out of range");
+  check(max_model_len >= 1 && max_model_len <= 1 << 24, "max_model_len is out of range");
+  return {num_threads, max_model_len};
+}
+
+// The norms over heads and the rotation of an attention layer, as arrays.
+struct QueryKeyArrays {
+  FloatTable rotations;
+  std::optional<FloatArray> q_norm, k_norm;
+  float norm_eps = 0.0f;
+  float q_scale = 0.0f;
+};
+
+struct LayerMemory {
+  Bytes raw;
+  int64_t num_blocks = 0;
+};
+
+class ProgramBuilder {
+ public:
+  ProgramBuilder(ThreadTeam& team, const ProgramSizes& sizes, const std::vector<SlotSpec>& slots)
+      : sizes_(sizes), slots_(slots), num_threads_(team.num_threads()) {
+    const int most = 1 << 20;
+    for (const int size : {sizes.max_num_tokens, sizes.max_num_rows, sizes.max_num_requests}) {
+      check(size >= 1 && size <= most, "a size of the program is out of range");
+    }
+    check(sizes.max_model_len >= 1 && sizes.max_model_len <= 1 << 24,
+          "max_model_len is out of range");
+    program_ = std::make_unique<Program>(team, slots,
+                                         StepCapacity{sizes.max_num_tokens, sizes.max_num_rows});
+  }
+
+  void embedding(const Weight& table, int64_t first_row, const Operand& out) {
+    check_floats(out);
+    check(table.packed().num_inputs == out.width, "embedding: width is not the table's");
+    check(table.packed().order == OutputOrder::Plain, "embedding: rows must lie in order");
+    check(first_row >= 0 && first_row <= INT32_MAX, "embedding: first_row is out of range");
+    add<EmbeddingInstruction>(table.packed(), static_cast<int>(first_row), out);
+  }
+
+  void rms_norm(const FloatArray& weight, float eps, const Operand& x, const Operand& out) {
+    check_floats(x);
+    check_floats(out);
+    check(x.width == out.width && x.rows == out.rows, "rms_norm: shapes differ");
+    const NormWeight norm{weight.data(), static_cast<int>(weight.shape(0)), eps};
+    check(norm.size >= 1 && x.width % norm.size == 0, "rms_norm: the weight does not fit");
+    add<RmsNormInstruction>(norm, x, out);
+  }
+
+  void pack(const Operand& x, const std::optional<FloatArray>& norm, float eps,
+            const Weight& weight, int out_slot) {
+    check_floats(x);
+    const PackedWeight& packed = weight.packed();
+    check(packed.num_inputs == x.width, "pack: width is not the weight's");
+    check_packed(packed.format, x, out_slot);
+    if (!norm) {
+      add<PackInstruction>(x, packed.format, out_slot);
+      return;
+    }
+    const NormWeight norm_weight{norm->data(), static_cast<int>(norm->shape(0)), eps};
+    check(norm_weight.size == x.width, "pack: the norm does not fit");
+    add<PackInstruction>(x, norm_weight, packed.format, out_slot);
+  }
+
+  // `kind` is store, add or gated.
+  void linear(int x_slot, const Weight& weight, const std::optional<FloatArray>& bias,
+              const std::string& kind, const std::string& activation, const Operand& out) {
+    constexpr std::pair<const char*, EpilogueKind> kinds[] = {{"store", EpilogueKind::Store},
+                                                              {"add", EpilogueKind::Add},
+                                                              {"gated", EpilogueKind::GatedStore}};
+    check_floats(out);
+    ProductResult result;
+    result.kind = named(kinds, kind);
+    result.out = out;
+    check_product(weight.packed(), x_slot, result, bias);
+    if (result.kind == EpilogueKind::GatedStore)
+      result.activation = named(kActivations, activation);
+    add<GemmInstruction>(weight.packed(), x_slot, result);
+  }
+
+  // gated_linear whose result is packed for the next weight. `out.slot` holds packed rows.
+  void gated_pack(int x_slot, const Weight& weight, const std::optional<FloatArray>& bias,
+                  const std::string& activation, const Weight& next, const Operand& out) {
+    ProductResult result;
+    result.kind = EpilogueKind::GatedPack;
+    result.activation = named(kActivations, activation);
+    result.out = out;
+    result.packed_for = next.packed().format;
+    check_slot(out.slot, out.rows);
+    check(next.packed().num_inputs == out.width, "gated_pack: width is not the next weight's");
+    check_packed(result.packed_for, out, out.slot);
+    check_product(weight.packed(), x_slot, result, bias);
+    add<GemmInstruction>(weight.packed(), x_slot, result);
+  }
+
+  void add_values(int a_slot, int b_slot, const Operand& out) {
+    check_floats(out);
+    check_floats({a_slot, out.rows, out.width});
+    check_floats({b_slot, out.rows, out.width});
+    add<AddInstruction>(a_slot, b_slot, out);
+  }
+
+  void select_rows(const Operand& x, int out_slot) {
+    check_floats(x);
+    check(x.rows == RowCount::Tokens, "select_rows: x must have a row per token");
+    check_floats({out_slot, RowCount::Logits, x.width});
+    add<SelectRowsInstruction>(x, out_slot);
+  }
+
+  // Returns the index that layers name it by. `group` is that of the KV cache.
+  int attention_group(int group, const GroupShape& shape, int64_t num_blocks) {
+    const AttentionShape heads = checked_heads(shape);
+    check(num_blocks >= 1 && num_blocks <= INT32_MAX, "attention: num_blocks is out of range");
+    check(group >= 0 && group <= static_cast<int>(groups_.size()), "attention: groups in order");
+    if (group == static_cast<int>(groups_.size()))
+      groups_.push_back({shape.block_size, num_blocks});
+    check(groups_[group].block_size == shape.block_size, "attention: one block size per group");
+    groups_[group].num_blocks = std::min(groups_[group].num_blocks, num_blocks);
+    const AttentionLimits limits = checked_limits(num_threads_, sizes_.max_model_len);
+    auto planner = std::make_unique<AttentionGroup>(group, heads, limits);
+    attention_groups_.push_back(planner.get());
+    program_->add(std::unique_ptr<StepPlanner>(std::move(planner)));
+    return static_cast<int>(attention_groups_.size()) - 1;
+  }
+
+  void store_qkv(int group_index, const LayerMemory& memory, const QueryKeyArrays& arrays,
+                 const Operand& qkv, int q_slot) {
+    const AttentionGroup& group = attention_group_at(group_index);
+    const AttentionShape& shape = group.plan().shape();
+    const KVLayout& layout = shape.layout;
+    check_floats(qkv);
+    check(qkv.rows == RowCount::Tokens, "store_qkv: x must have a row per token");
+    check(qkv.width == (shape.num_heads + layout.num_kv_heads) * layout.head_size +
+                           layout.num_kv_heads * layout.head_size_v,
+          "store_qkv: width is not that of all heads");
+    check_queries(shape, q_slot);
+    add<StoreQkvInstruction>(group, storage_of(memory, group), form_of(arrays, layout.head_size),
+                             qkv.slot, q_slot);
+  }
+
+  void attend(int group_index, const LayerMemory& memory, int q_slot, const Operand& out) {
+    const AttentionGroup& group = attention_group_at(group_index);
+    const AttentionShape& shape = group.plan().shape();
+    check_queries(shape, q_slot);
+    check_floats(out);
+    check(out.rows == RowCount::Tokens && out.width == shape.num_heads * shape.layout.head_size_v,
+          "attend: width is not that of all heads");
+    add<AttendInstruction>(group, storage_of(memory, group), q_slot, out.slot);
+  }
+
+  void end_segment() { program_->end_segment(); }
+
+  // After the last instruction.
+  void finish() {
+    program_->finish();
+    const StepLimits limits{sizes_.max_num_tokens, sizes_.max_num_requests, max_position()};
+    step_ = std::make_unique<CheckedStep>(limits, groups_);
+  }
+
+  int begin(const BatchArrays& batch, const std::vector<GroupArrays>& groups) {
+    check(step_ != nullptr, "finish the program first");
+    has_begun_ = false;
+    step_->set(batch, groups);
+    nb::gil_scoped_release unlocked;
+    program_->begin(step_->step());
+    has_begun_ = true;
+    return step_->step().num_rows;
+  }
+
+  void run_segment(int segment) {
+    check(has_begun_, "begin a step first");
+    check(segment >= 0 && segment < program_->num_segments(), "there is no such segment");
+    nb::gil_scoped_release unlocked;
+    program_->run_segment(segment);
+  }
+
+  // The f32 rows of this step in a slot: valid until the next step begins.
+  nb::ndarray<nb::numpy, float, nb::ndim<2>> view(const Operand& operand, nb::handle owner) {
+    check(has_begun_, "begin a step first");
+    check_floats(operand);
+    const size_t num_rows = static_cast<size_t>(num_rows_of(step_->step(), operand.rows));
+    return {program_->arena().floats(operand.slot),
+            {num_rows, static_cast<size_t>(operand.width)},
+            owner};
+  }
+
+  int num_segments() const { return program_->num_segments(); }
+
+ private:
+  template <class T, class... Arguments>
+  void add(Arguments&&... arguments) {
+    check(step_ == nullptr, "the program is finished");
+    program_->add(
+        std::unique_ptr<Instruction>(std::make_unique<T>(std::forward<Arguments>(arguments)...)));
+  }
+
+  const SlotSpec& check_slot(int slot, RowCount rows) const {
+    check(slot >= 0 && slot < static_cast<int>(slots_.size()), "there is no such slot");
+    check(slots_[slot].rows == rows, "the slot has other rows");
+    return slots_[slot];
+  }
+
+  void check_floats(const Operand& operand) const {
+    const SlotSpec& slot = check_slot(operand.slot, operand.rows);
+    check(operand.width >= 1 && slot.row_bytes >= operand.width * sizeof(float),
+          "the slot's rows are too short");
+  }
+
+  // Rows packed for a weight, in whichever form the number of rows asks for.
+  void check_packed(Format weight, const Operand& rows, int slot) const {
+    const size_t most = std::max(packed_rows_bytes(row_format_for(weight, 1), 1, rows.width),
+                                 packed_rows_bytes(row_format_for(weight, 1 << 20), 1, rows.width));
+    check(check_slot(slot, rows.rows).row_bytes >= most, "the slot is too small for packed rows");
+  }
+
+  void check_product(const PackedWeight& weight, int x_slot, ProductResult& result,
+                     const std::optional<FloatArray>& bias) const {
+    const bool is_gated =
+        result.kind == EpilogueKind::GatedStore || result.kind == EpilogueKind::GatedPack;
+    check(is_gated == (weight.order == OutputOrder::GateUp), "linear: gate and up, or neither");
+    check(result.out.width == weight.num_outputs / (is_gated ? 2 : 1),
+          "linear: width is not the weight's");
+    check_packed(weight.format, {x_slot, result.out.rows, weight.num_inputs}, x_slot);
+    if (!bias) return;
+    check(bias->shape(0) == static_cast<size_t>(weight.num_outputs), "linear: the bias differs");
+    result.bias = bias->data();
+  }
+
+  void check_queries(const AttentionShape& shape, int q_slot) const {
+    const size_t size = has_bf16_queries(shape.layout.format) ? 2 : sizeof(float);
+    check(check_slot(q_slot, RowCount::Tokens).row_bytes >=
+              size * static_cast<size_t>(shape.num_heads * shape.layout.head_size),
+          "the slot is too small for queries");
+  }
+
+  const AttentionGroup& attention_group_at(int index) const {
+    check(index >= 0 && index < static_cast<int>(attention_groups_.size()),
+          "there is no such attention group");
+    return *attention_groups_[index];
+  }
+
+  KVStorage storage_of(const LayerMemory& memory, const AttentionGroup& group) const {
+    const int64_t num_blocks = groups_[group.group()].num_blocks;
+    check(memory.num_blocks >= num_blocks, "attention: the layer has fewer blocks than its group");
+    const auto stride = static_cast<int64_t>(memory.raw.shape(0)) / memory.num_blocks;
+    check(stride >= static_cast<int64_t>(group.plan().shape().layout.block_bytes()),
+          "attention: the layer's memory is too small");
+    return {reinterpret_cast<char*>(memory.raw.data()), stride};
+  }
+
+  QueryKeyForm form_of(const QueryKeyArrays& arrays, int head_size) {
+    QueryKeyForm form;
+    const size_t columns = arrays.rotations.shape(1);
+    check(columns % 2 == 0 && columns <= static_cast<size_t>(head_size),
+          "rope: more pairs than a head has");
+    const int rows = static_cast<int>(std::min<size_t>(arrays.rotations.shape(0), 1 << 28));
+    check(rows >= 1, "rope: the table is empty");
+    num_rotations_ = std::min(num_rotations_, rows);
+    form.rotations = arrays.rotations.data();
+    form.num_pairs = static_cast<int>(columns / 2);
+    form.q_norm = head_norm(arrays.q_norm, head_size);
+    form.k_norm = head_norm(arrays.k_norm, head_size);
+    form.norm_eps = arrays.norm_eps;
+    form.q_scale = arrays.q_scale;
+    return form;
+  }
+
+  static const float* head_norm(const std::optional<FloatArray>& norm, int head_size) {
+    if (!norm) return nullptr;
+    check(norm->shape(0) == static_cast<size_t>(head_size), "the heads' norm does not fit");
+    return norm->data();
+  }
+
+  int max_position() const { return std::min(sizes_.max_model_len, num_rotations_); }
+
+  ProgramSizes sizes_;
+  std::vector<SlotSpec> slots_;
+  int num_threads_;
+  std::vector<GroupLimits> groups_;
+  std::vector<const AttentionGroup*> attention_groups_;
+  int num_rotations_ = 1 << 28;
+  bool has_begun_ = false;
+  std::unique_ptr<Program> program_;
+  std::unique_ptr<CheckedStep> step_;
+};
+
+}  // namespace kvloom

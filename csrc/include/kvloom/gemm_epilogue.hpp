@@ -1,0 +1,139 @@
+// What becomes of the products of a tile: see Epilogue.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstring>
+
+#include "kvloom/format.hpp"
+#include "kvloom/gemm_activation.hpp"
+#include "kvloom/pack_rows.hpp"
+#include "kvloom/simd.hpp"
+
+namespace kvloom {
+
+enum class EpilogueKind {
+  Store,  // out[m][n] = y
+  Add,    // out[m][n] += y: the residual
+  // activation(gate_i) * up_i from a GateUp weight, [num_rows, num_outputs / 2]:
+  GatedStore,  // as f32 rows
+  GatedPack,   // as the packed rows of the next GEMM
+};
+
+// What becomes of Y [num_rows, num_outputs].
+struct Epilogue {
+  EpilogueKind kind = EpilogueKind::Store;
+  Activation activation = Activation::Silu;
+  const float* bias = nullptr;  // [num_outputs], gate before up, or none
+  float* out = nullptr;         // f32 rows; not with GatedPack
+  size_t out_stride = 0;        // floats from one row of out to the next
+  PackedRows packed;            // GatedPack: num_inputs = num_outputs / 2
+};
+
+constexpr bool is_gated(EpilogueKind kind) { return kind >= EpilogueKind::GatedStore; }
+
+// Panels whose products an epilogue takes together: a packed group of 32 gated values needs two.
+constexpr int kMaxUnitPanels = 2;
+constexpr int unit_panels(EpilogueKind kind) {
+  return kind == EpilogueKind::GatedPack ? kMaxUnitPanels : 1;
+}
+
+// The products of one tile with the panels of one unit; panels beyond the weight hold zeros.
+struct TileProducts {
+  int first_row = 0;
+  int num_rows = 0;
+  int panel = 0;  // the first of the unit
+  alignas(kCacheLineBytes) float y[kMaxUnitPanels][kMaxTileRows][kPanelOutputs];
+};
+
+// The bias of a panel's lanes; 0 in lanes without an output.
+inline void panel_bias(const PackedWeight& weight, const float* bias, int panel,
+                       float (&lanes)[kPanelOutputs]) {
+  const bool is_gate_up = weight.order == OutputOrder::GateUp;
+  const int size = is_gate_up ? weight.num_outputs / 2 : weight.num_outputs;
+  const int width = is_gate_up ? kPanelOutputs / 2 : kPanelOutputs;
+  std::memset(lanes, 0, sizeof(lanes));
+  for (int lane = 0; lane < kPanelOutputs; ++lane) {
+    const int row = panel * width + lane % width;
+    if (row < size) lanes[lane] = bias[row + (lane / width) * size];
+  }
+}
+
+inline void add_bias(const PackedWeight& weight, const float* bias, int index,
+                     TileProducts& products) {
+  float lanes[kPanelOutputs];
+  panel_bias(weight, bias, products.panel + index, lanes);
+  for (int r = 0; r < products.num_rows; ++r) {
+    float* y = products.y[index][r];
+    for (int i = 0; i < kPanelOutputs; i += kLanes) store(y + i, load(y + i) + load(lanes + i));
+  }
+}
+
+// `count` values to a row of out, or added to it.
+KVLOOM_INLINE void write_outputs(float* out, const float* y, int count, bool is_added) {
+  int i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    store(out + i, is_added ? load(out + i) + load(y + i) : load(y + i));
+  }
+  for (; i < count; ++i) out[i] = is_added ? out[i] + y[i] : y[i];
+}
+
+// 16 gated values of a row of a panel.
+KVLOOM_INLINE void gate(Activation activation, const float* y, float* gated) {
+  constexpr int kHalf = kPanelOutputs / 2;
+  for (int i = 0; i < kHalf; i += kLanes) {
+    store(gated + i, activate(activation, load(y + i)) * load(y + kHalf + i));
+  }
+}
+
+inline void finish_gated_tile(const PackedWeight& weight, const Epilogue& epilogue,
+                              const TileProducts& products) {
+  constexpr int kHalf = kPanelOutputs / 2;
+  const int size = weight.num_outputs / 2;
+  const int first = products.panel * kHalf;
+  for (int r = 0; r < products.num_rows; ++r) {
+    const int row = products.first_row + r;
+    float gated[kMaxUnitPanels * kHalf];
+    gate(epilogue.activation, products.y[0][r], gated);
+    if (epilogue.kind == EpilogueKind::GatedStore) {
+      float* out = epilogue.out + epilogue.out_stride * static_cast<size_t>(row) + first;
+      write_outputs(out, gated, std::min(kHalf, size - first), false);
+    } else {
+      gate(epilogue.activation, products.y[1][r], gated + kHalf);
+      pack_row_group(row_place(epilogue.packed, row), first / kGroupInputs, gated);
+    }
+  }
+}
+
+// Brings the lines near that finish_tile writes, while the products are computed: rows of a wide
+// matrix are pages apart, and no hardware foresees so many places.
+inline void look_ahead_to_outputs(const Epilogue& epilogue, const TileProducts& products) {
+  if (epilogue.kind == EpilogueKind::GatedPack) return;
+  const int width = is_gated(epilogue.kind) ? kPanelOutputs / 2 : kPanelOutputs;
+  for (int r = 0; r < products.num_rows; ++r) {
+    const size_t row = static_cast<size_t>(products.first_row + r);
+    const auto first = reinterpret_cast<uintptr_t>(epilogue.out + epilogue.out_stride * row) +
+                       sizeof(float) * static_cast<size_t>(products.panel * width);
+    prefetch_l2(reinterpret_cast<const void*>(first));
+    prefetch_l2(reinterpret_cast<const void*>(first + kCacheLineBytes));
+  }
+}
+
+inline void finish_tile(const PackedWeight& weight, const Epilogue& epilogue,
+                        TileProducts& products) {
+  if (epilogue.bias != nullptr) {
+    for (int i = 0; i < unit_panels(epilogue.kind); ++i) {
+      add_bias(weight, epilogue.bias, i, products);
+    }
+  }
+  if (is_gated(epilogue.kind)) return finish_gated_tile(weight, epilogue, products);
+  const int first = products.panel * kPanelOutputs;
+  const int count = std::min(kPanelOutputs, weight.num_outputs - first);
+  for (int r = 0; r < products.num_rows; ++r) {
+    const size_t row = static_cast<size_t>(products.first_row + r);
+    write_outputs(epilogue.out + epilogue.out_stride * row + first, products.y[0][r], count,
+                  epilogue.kind == EpilogueKind::Add);
+  }
+}
+
+}  // namespace kvloom

@@ -1,0 +1,191 @@
+// From a projection's rows to the cache: norm and rotation of q and k, q written for attention, k
+// and v stored.
+#pragma once
+
+#include <cstring>
+
+#include "kvloom/kv_layout.hpp"
+#include "kvloom/rope.hpp"
+#include "kvloom/simd.hpp"
+
+namespace kvloom {
+
+// Attention reads q in this form: bf16 where keys are bf16, else f32.
+constexpr bool has_bf16_queries(KVFormat format) { return format == KVFormat::BF16; }
+
+struct KVWriteArgs {
+  KVLayout layout;
+  KVStorage storage;
+  int num_heads;     // query heads
+  int num_tokens;    // of this step
+  const float* qkv;  // [num_tokens, num_heads * head_size | num_kv_heads * head_size | num_kv_heads
+                     // * head_size_v]
+  int64_t qkv_stride;        // floats from row to row
+  const int64_t* positions;  // [num_tokens], each below the rows of `rotations`
+  const int64_t* slots;      // [num_tokens] block * block_size + offset; -1 stores nothing
+  const float* rotations;  // [max_positions, 2 * num_pairs] cos, then sin; unused if num_pairs is 0
+  int num_pairs;           // numbers i and i + num_pairs of a head rotate against each other
+  const float* q_norm;     // [head_size] or nullptr
+  const float* k_norm;     // [head_size] or nullptr
+  float norm_eps;
+  float q_scale;  // softmax scale * log2(e): attention exponentiates to base 2
+  void* q;        // out: [num_tokens, num_heads, head_size] bf16 or f32, see has_bf16_queries
+};
+
+// Tokens of a work item. Items write different bytes, whichever tokens they hold.
+constexpr int kKVWriteTokens = 4;
+
+inline int kv_write_num_items(const KVWriteArgs& args) {
+  return static_cast<int>(cdiv(args.num_tokens, kKVWriteTokens));
+}
+
+// ---- One head of one token into its place of a sub-block ----
+// Numbers are stored one by one: two tokens may share a unit, and other threads may be writing
+// theirs.
+
+inline void store_keys_f32(const float* k, int size, char* keys, int token) {
+  for (int i = 0; i < size; ++i) {
+    std::memcpy(keys + (i * kSubBlockTokens + token) * 4, k + i, sizeof(float));
+  }
+}
+inline void store_values_f32(const float* v, int size, char* values, int token) {
+  std::memcpy(values + token * size * 4, v, static_cast<size_t>(size) * sizeof(float));
+}
+
+inline void store_keys_bf16(const float* k, int size, char* keys, int token) {
+  uint16_t rounded[kMaxHeadSize];
+  for (int i = 0; i < size; i += kLanes) store_bf16(rounded + i, load(k + i));
+  for (int i = 0; i < size; i += 2) {
+    std::memcpy(keys + (i / 2 * kSubBlockTokens + token) * 4, rounded + i, 4);
+  }
+}
+inline void store_values_bf16(const float* v, int size, char* values, int token) {
+  uint16_t rounded[kMaxHeadSize];
+  for (int i = 0; i < size; i += kLanes) store_bf16(rounded + i, load(v + i));
+  char* to = values + token / 2 * size * 4 + token % 2 * 2;
+  for (int i = 0; i < size; ++i) std::memcpy(to + i * 4, rounded + i, 2);
+}
+
+// 32 numbers -> codes, and a scale that bf16 holds. A NaN or an infinity makes the scale NaN.
+inline uint16_t quantise_kv_group(const float* x, int8_t* codes) {
+  constexpr float kTiny = 1e-30f;  // below it a group is 0, and 1 / scale stays finite
+  vf32 max = {}, poison = {};
+  for (int i = 0; i < kInt8Group; i += kLanes) {
+    max = vmax(max, vabs(load(x + i)));
+    poison = poison + (load(x + i) - load(x + i));
+  }
+  const float largest = reduce_max(max);
+  const uint16_t scale = largest > kTiny ? f32_to_bf16(largest / 127.0f) : uint16_t{0};
+  const vf32 inverse = broadcast(scale > 0 ? 1.0f / bf16_to_f32(scale) : 0.0f);
+  for (int i = 0; i < kInt8Group; i += kLanes) {
+    // bf16 may have rounded the scale down; for a NaN vmin takes its second.
+    const vf32 code = vmin(load(x + i) * inverse, broadcast(127.0f));
+    store_i8(codes + i, round_to_i32(vmax(code, broadcast(-127.0f))));
+  }
+  const float poisoned = reduce_add(poison);
+  return poisoned == 0.0f ? scale : f32_to_bf16(poisoned);
+}
+
+inline void store_keys_int8(const float* k, int size, char* keys, int token) {
+  char* scales = keys + size * kSubBlockTokens + token * 2;
+  for (int group = 0; group < size / kInt8Group; ++group) {
+    int8_t codes[kInt8Group];
+    const uint16_t scale = quantise_kv_group(k + group * kInt8Group, codes);
+    std::memcpy(scales + group * kSubBlockTokens * 2, &scale, 2);
+    for (int i = 0; i < kInt8Group; i += 4) {
+      uint32_t quad;
+      std::memcpy(&quad, codes + i, 4);
+      quad ^= 0x80808080u;  // u = code + 128
+      std::memcpy(keys + ((group * kInt8Group + i) / 4 * kSubBlockTokens + token) * 4, &quad, 4);
+    }
+  }
+}
+inline void store_values_int8(const float* v, int size, char* values, int token) {
+  char* scales = values + size * kSubBlockTokens + token * 2;
+  char* to = values + token / 4 * size * 4 + token % 4;
+  for (int group = 0; group < size / kInt8Group; ++group) {
+    int8_t codes[kInt8Group];
+    const uint16_t scale = quantise_kv_group(v + group * kInt8Group, codes);
+    std::memcpy(scales + group * kSubBlockTokens * 2, &scale, 2);
+    for (int i = 0; i < kInt8Group; ++i) {
+      std::memcpy(to + (group * kInt8Group + i) * 4, codes + i, 1);
+    }
+  }
+}
+
+// One token's k [head_size] and v [head_size_v] of a KV head.
+inline void store_kv(const KVLayout& layout, char* keys, int token, const float* k,
+                     const float* v) {
+  char* values = keys + layout.key_bytes();
+  switch (layout.format) {
+    case KVFormat::F32:
+      store_keys_f32(k, layout.head_size, keys, token);
+      store_values_f32(v, layout.head_size_v, values, token);
+      break;
+    case KVFormat::BF16:
+      store_keys_bf16(k, layout.head_size, keys, token);
+      store_values_bf16(v, layout.head_size_v, values, token);
+      break;
+    case KVFormat::INT8:
+      store_keys_int8(k, layout.head_size, keys, token);
+      store_values_int8(v, layout.head_size_v, values, token);
+      break;
+  }
+}
+
+// ---- One token ----
+
+// Norm and rotation of a head of q or k: x [head_size] -> head [head_size].
+inline void turn_head(const KVWriteArgs& args, const float* x, const float* norm, int64_t position,
+                      float* head) {
+  const int size = args.layout.head_size;
+  std::memcpy(head, x, static_cast<size_t>(size) * sizeof(float));
+  if (norm != nullptr) norm_head(head, norm, args.norm_eps, size);
+  if (args.num_pairs > 0) {
+    rotate_head(head, args.rotations + position * 2 * args.num_pairs, args.num_pairs);
+  }
+}
+
+// Scaled queries in the form of the keys.
+inline void store_query(const KVWriteArgs& args, const float* head, int64_t row) {
+  const int size = args.layout.head_size;
+  const vf32 scale = broadcast(args.q_scale);
+  if (has_bf16_queries(args.layout.format)) {
+    uint16_t* q = static_cast<uint16_t*>(args.q) + row * size;
+    for (int i = 0; i < size; i += kLanes) store_bf16(q + i, load(head + i) * scale);
+  } else {
+    float* q = static_cast<float*>(args.q) + row * size;
+    for (int i = 0; i < size; i += kLanes) store(q + i, load(head + i) * scale);
+  }
+}
+
+inline void kv_write_token(const KVWriteArgs& args, int token) {
+  const KVLayout& layout = args.layout;
+  const float* qkv = args.qkv + token * args.qkv_stride;
+  const int64_t position = args.positions[token];
+  float head[kMaxHeadSize];
+  for (int h = 0; h < args.num_heads; ++h) {
+    turn_head(args, qkv + h * layout.head_size, args.q_norm, position, head);
+    store_query(args, head, int64_t{token} * args.num_heads + h);
+  }
+  const int64_t slot = args.slots[token];
+  if (slot < 0) return;
+  const float* k = qkv + args.num_heads * layout.head_size;
+  const float* v = k + layout.num_kv_heads * layout.head_size;
+  const int offset = static_cast<int>(slot % layout.block_size);
+  for (int h = 0; h < layout.num_kv_heads; ++h) {
+    turn_head(args, k + h * layout.head_size, args.k_norm, position, head);
+    char* keys = sub_block(layout, args.storage, slot / layout.block_size, h, offset);
+    store_kv(layout, keys, offset % kSubBlockTokens, head, v + h * layout.head_size_v);
+  }
+}
+
+inline void kv_write_run_item(const KVWriteArgs& args, int item) {
+  const int first = item * kKVWriteTokens;
+  const int rest = args.num_tokens - first;
+  for (int i = 0; i < (rest < kKVWriteTokens ? rest : kKVWriteTokens); ++i) {
+    kv_write_token(args, first + i);
+  }
+}
+
+}  // namespace kvloom

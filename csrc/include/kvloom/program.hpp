@@ -1,0 +1,121 @@
+// The tape as the native library runs it: instructions over slots of an arena, one call per step.
+//
+// All instructions of a segment run in one region of the thread team. An instruction has a number
+// of items in each step; threads take them from a counter, so that a busy core costs its share and
+// no more, and meet before the next instruction. A tape is cut into segments where ranks exchange
+// values.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "kvloom/arena.hpp"
+#include "kvloom/step.hpp"
+#include "kvloom/thread_team.hpp"
+
+namespace kvloom {
+
+// What an instruction may use while it plans a step.
+struct StepContext {
+  const Step& step;
+  const Arena& arena;
+  int num_threads;
+};
+
+// What an instruction may use while it runs an item.
+struct ThreadContext {
+  int index;         // of the thread
+  uint8_t* scratch;  // the thread's own, 64-byte aligned, of scratch_bytes()
+};
+
+class Instruction {
+ public:
+  virtual ~Instruction() = default;
+
+  // Plan the step's work; returns the number of items. Called by one thread, before all items.
+  virtual int prepare(const StepContext& context) = 0;
+
+  // Compute one item. Any thread, any order.
+  virtual void run_item(int item, const ThreadContext& thread) = 0;
+
+  // Scratch that a thread needs, whatever the step.
+  virtual size_t scratch_bytes() const { return 0; }
+};
+
+// Something that several instructions need planned once per step, before they are.
+class StepPlanner {
+ public:
+  virtual ~StepPlanner() = default;
+  virtual void plan(const Step& step) = 0;
+};
+
+class Program {
+ public:
+  // The team may serve others in between; it must outlive the program.
+  Program(ThreadTeam& team, std::vector<SlotSpec> slots, StepCapacity capacity)
+      : team_(team), arena_(std::move(slots), capacity) {}
+
+  void add(std::unique_ptr<Instruction> instruction) {
+    instructions_.push_back(std::move(instruction));
+    segment_ends_.back() = instructions_.size();
+  }
+
+  void add(std::unique_ptr<StepPlanner> planner) { planners_.push_back(std::move(planner)); }
+
+  // Later instructions belong to another segment.
+  void end_segment() { segment_ends_.push_back(instructions_.size()); }
+
+  // After the last instruction, before the first step.
+  void finish() {
+    size_t num_bytes = 0;
+    for (const auto& instruction : instructions_) {
+      num_bytes = std::max(num_bytes, instruction->scratch_bytes());
+    }
+    scratch_stride_ = static_cast<size_t>(round_up(num_bytes, kCacheLineBytes));
+    scratch_ = std::make_unique<Region>(scratch_stride_ * team_.num_threads());
+    num_items_.assign(instructions_.size(), 0);
+  }
+
+  // Plan a step: it must stay where it is until its last segment has run.
+  void begin(const Step& step) {
+    arena_.fit(step.num_rows);
+    for (const auto& planner : planners_) planner->plan(step);
+    const StepContext context{step, arena_, team_.num_threads()};
+    for (size_t i = 0; i < instructions_.size(); ++i) {
+      num_items_[i] = instructions_[i]->prepare(context);
+    }
+  }
+
+  void run_segment(int segment) {
+    const size_t first = segment == 0 ? 0 : segment_ends_[static_cast<size_t>(segment) - 1];
+    const size_t end = segment_ends_[static_cast<size_t>(segment)];
+    team_.run([&](int thread) noexcept {
+      const ThreadContext context{thread, scratch_->data() + scratch_stride_ * thread};
+      for (size_t i = first; i < end; ++i) {
+        if (num_items_[i] == 0) continue;
+        Instruction& instruction = *instructions_[i];
+        team_.for_each_item(num_items_[i], [&](int64_t item) {
+          instruction.run_item(static_cast<int>(item), context);
+        });
+      }
+    });
+  }
+
+  int num_segments() const { return static_cast<int>(segment_ends_.size()); }
+  const Arena& arena() const { return arena_; }
+
+ private:
+  ThreadTeam& team_;
+  Arena arena_;
+  std::vector<std::unique_ptr<StepPlanner>> planners_;
+  std::vector<std::unique_ptr<Instruction>> instructions_;
+  std::vector<size_t> segment_ends_{0};
+  std::vector<int> num_items_;  // of the step, by instruction
+  std::unique_ptr<Region> scratch_;
+  size_t scratch_stride_ = 0;
+};
+
+}  // namespace kvloom

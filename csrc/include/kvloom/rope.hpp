@@ -1,0 +1,37 @@
+// Rotary position embedding of one head, and the norm that some models put before it.
+#pragma once
+
+#include <cmath>
+
+#include "kvloom/simd.hpp"
+
+namespace kvloom {
+
+// Rotates x[i] against x[i + num_pairs] for i < num_pairs, in place.
+// rotation: the position's row of the table, cos [num_pairs] then sin [num_pairs].
+inline void rotate_head(float* x, const float* rotation, int num_pairs) {
+  const float *cos = rotation, *sin = rotation + num_pairs;
+  float* y = x + num_pairs;
+  int i = 0;
+  for (; i + kLanes <= num_pairs; i += kLanes) {
+    const vf32 a = load(x + i), b = load(y + i), c = load(cos + i), s = load(sin + i);
+    store(x + i, a * c - b * s);
+    store(y + i, b * c + a * s);
+  }
+  for (; i < num_pairs; ++i) {
+    const float a = x[i], b = y[i];
+    x[i] = a * cos[i] - b * sin[i];
+    y[i] = b * cos[i] + a * sin[i];
+  }
+}
+
+// x / sqrt(mean(x^2) + eps) * weight, in place; size is a multiple of 16.
+inline void norm_head(float* x, const float* weight, float eps, int size) {
+  vf32 squares = {};
+  for (int i = 0; i < size; i += kLanes) squares = fma(load(x + i), load(x + i), squares);
+  const float mean = reduce_add(squares) / static_cast<float>(size);
+  const vf32 factor = broadcast(1.0f / std::sqrt(mean + eps));
+  for (int i = 0; i < size; i += kLanes) store(x + i, load(x + i) * factor * load(weight + i));
+}
+
+}  // namespace kvloom

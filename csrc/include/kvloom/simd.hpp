@@ -1,0 +1,147 @@
+// Vectors of kLanes numbers, the only place that knows instruction sets. Kernels are written once
+// over this file; each module is compiled with the flags of its instruction set
+// (csrc/arch/isas.cmake).
+//
+// vf32, vi32 and vu32 are the compiler's vector types: + - * / & | ^ << >> < ?: work on them lane
+// by lane (a comparison gives a vi32 of 0 and -1). Signed lanes must not overflow; vu32 wraps.
+// Nothing here needs aligned pointers. Products and sums are fused only where fma() is written: the
+// build sets -ffp-contract=off, so that the same source gives the same numbers wherever it is
+// inlined.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "kvloom/types.hpp"
+
+// Each of these defines kIsaName, kLanes, the vector types and the operations that have an
+// instruction of their own: fma, vmax, vmin, round_to_i32, to_f32, load_bf16, store_bf16,
+// pack_bf16_pairs, load_f16, widen_u8, widen_s8, store_i8, reduce_add, reduce_max, dot_bf16,
+// dot_u8s8, dot_u7s8.
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+#include "kvloom/simd/avx512.hpp"
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#include "kvloom/simd/avx2.hpp"
+#else
+#include "kvloom/simd/generic.hpp"
+#endif
+
+namespace kvloom {
+
+// ---- What the included file defines, for the reader ----
+// constexpr const char* kIsaName;      "avx512bf16", "avx512", "avx2" or "generic"
+// constexpr int kLanes;                16, 16, 8 or 4
+// constexpr int kNumRegisters;         vector registers: 32, 32, 16, and 16 (32 on aarch64)
+// vf32 fma(vf32 a, vf32 b, vf32 c)     a * b + c; one rounding where the machine has it
+// vf32 vmax(vf32 a, vf32 b)            a > b ? a : b, so that vmax(limit, x) keeps a NaN of x
+// vf32 vmin(vf32 a, vf32 b)            a < b ? a : b
+// vi32 round_to_i32(vf32 x)            nearest even; |x| <= 2^22
+// vf32 to_f32(vi32 x)
+// vf32 load_bf16(const uint16_t* p)    kLanes values
+// void store_bf16(uint16_t* p, vf32 x) nearest even, NaN stays NaN; subnormals may become 0
+// vi32 pack_bf16_pairs(vf32 lo, vf32 hi)  lane l holds bf16(lo[l]) below bf16(hi[l])
+// vf32 load_f16(const uint16_t* p)     exact, IEEE half precision
+// vi32 widen_u8(const uint8_t* p), widen_s8(const int8_t* p)   kLanes bytes
+// void store_i8(int8_t* p, vi32 x)     saturating, kLanes bytes
+// float reduce_add(vf32 x), reduce_max(vf32 x)   halves against each other, log2(kLanes) times: a
+// fixed order vf32 dot_bf16(vf32 acc, vi32 a, vi32 b)  acc[l] += a.lo[l] * b.lo[l] + a.hi[l] *
+// b.hi[l], bf16 pairs; the
+//                                          order within the pair and flushing of subnormals vary
+//                                          with the ISA
+// vi32 dot_u8s8(vi32 acc, vi32 a, vi32 b)  acc[l] += sum of 4 products, a unsigned, b signed bytes;
+// exact vi32 dot_u7s8(vi32 acc, vi32 a, vi32 b)  the same, cheaper on some ISAs; bytes of a at most
+// 127 (4-bit codes)
+
+// ---- Memory ----
+KVLOOM_INLINE vf32 load(const float* p) {
+  vf32 x;
+  std::memcpy(&x, p, sizeof(x));
+  return x;
+}
+KVLOOM_INLINE void store(float* p, vf32 x) { std::memcpy(p, &x, sizeof(x)); }
+
+// kLanes 32-bit integers, quads of bytes or bf16 pairs, wherever they lie.
+KVLOOM_INLINE vi32 load_i32(const void* p) {
+  vi32 x;
+  std::memcpy(&x, p, sizeof(x));
+  return x;
+}
+KVLOOM_INLINE void store_i32(void* p, vi32 x) { std::memcpy(p, &x, sizeof(x)); }
+
+KVLOOM_INLINE vf32 broadcast(float x) { return vf32{} + x; }
+KVLOOM_INLINE vi32 broadcast(int32_t x) { return vi32{} + x; }
+
+// One integer, quad of bytes or bf16 pair, in every lane.
+KVLOOM_INLINE vi32 broadcast_i32(const void* p) {
+  int32_t x;
+  std::memcpy(&x, p, sizeof(x));
+  return broadcast(x);
+}
+
+// The first n of kLanes values, 0 <= n <= kLanes; the other lanes are `fill`, their memory is not
+// touched.
+KVLOOM_INLINE vf32 load_partial(const float* p, int n, float fill = 0.0f) {
+  float lanes[kLanes];
+  for (int i = 0; i < kLanes; ++i) lanes[i] = i < n ? p[i] : fill;
+  return load(lanes);
+}
+KVLOOM_INLINE void store_partial(float* p, vf32 x, int n) {
+  float lanes[kLanes];
+  store(lanes, x);
+  for (int i = 0; i < kLanes; ++i) {
+    if (i < n) p[i] = lanes[i];
+  }
+}
+
+// Starts to bring a cache line near; any address is allowed.
+KVLOOM_INLINE void prefetch_l1(const void* p) { __builtin_prefetch(p, 0, 3); }
+KVLOOM_INLINE void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
+
+// ---- Bits ----
+KVLOOM_INLINE vi32 as_i32(vf32 x) { return reinterpret_cast<vi32>(x); }
+KVLOOM_INLINE vu32 as_u32(vf32 x) { return reinterpret_cast<vu32>(x); }
+KVLOOM_INLINE vf32 as_f32(vi32 x) { return reinterpret_cast<vf32>(x); }
+KVLOOM_INLINE vf32 as_f32(vu32 x) { return reinterpret_cast<vf32>(x); }
+
+// 0, 1, 2, ..., kLanes - 1
+KVLOOM_INLINE vi32 lane_index() {
+  vi32 x;
+  for (int i = 0; i < kLanes; ++i) x[i] = i;
+  return x;
+}
+// -1 in lanes below n, else 0: a mask for ?:
+KVLOOM_INLINE vi32 first_lanes(int32_t n) { return lane_index() < broadcast(n); }
+
+// The four low (high) nibbles of each byte quad, as bytes.
+KVLOOM_INLINE vi32 low_nibbles(vi32 x) { return x & 0x0f0f0f0f; }
+KVLOOM_INLINE vi32 high_nibbles(vi32 x) { return (x >> 4) & 0x0f0f0f0f; }
+
+// ---- Numbers ----
+KVLOOM_INLINE vf32 vabs(vf32 x) { return as_f32(as_i32(x) & 0x7fffffff); }
+
+KVLOOM_INLINE int32_t reduce_add(vi32 x) {
+  int32_t lanes[kLanes], sum = 0;
+  store_i32(lanes, x);
+  for (int i = 0; i < kLanes; ++i) sum += lanes[i];
+  return sum;
+}
+
+// 2^x with a relative error of at most 3e-7. x <= -126.5 (and -inf) gives exactly 0, x >= 127.5
+// gives +inf, a NaN stays a NaN. The polynomial is the best of its degree for 2^f over [-1/2, 1/2]
+// with the constant term 1: relative error 9.1e-8 (fitted by iteratively reweighted least squares).
+KVLOOM_INLINE vf32 exp2(vf32 x) {
+  x = vmax(broadcast(-127.0f), vmin(broadcast(128.0f), x));
+  const vi32 integer = round_to_i32(x);
+  const vf32 f = x - to_f32(integer);
+  vf32 p = broadcast(1.3264727e-3f);
+  p = fma(p, f, broadcast(9.6715130e-3f));
+  p = fma(p, f, broadcast(5.5507336e-2f));
+  p = fma(p, f, broadcast(2.4022242e-1f));
+  p = fma(p, f, broadcast(6.9314700e-1f));
+  p = fma(p, f, broadcast(1.0f));
+  // The exponent field: 0 (which is the number 0) for -127 and 255 (infinity) for 128.
+  const vu32 power = (reinterpret_cast<vu32>(integer) + 127u) << 23;
+  return p * as_f32(power);
+}
+
+}  // namespace kvloom

@@ -1,0 +1,235 @@
+// A team of threads that does one region of work at a time, the caller among them, and sleeps in
+// between.
+//
+//   team.run([&](int thread) noexcept {                    // once on each thread
+//     team.for_each_item(num_panels, [&](int64_t panel) {  // each item once, on whichever thread
+//     is free
+//       run_item(args, panel, thread);
+//     });                                                  // all threads have passed all items
+//   });
+//
+// Every thread of a region makes the same calls of for_each_item() and barrier(), in the same
+// order. Functions must not throw: no thread could go on past a barrier that another one never
+// reaches.
+#pragma once
+
+#include <pthread.h>
+#include <signal.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <type_traits>
+#include <vector>
+
+#include "kvloom/types.hpp"
+
+namespace kvloom {
+
+// Tells the processor that this is a loop of waiting.
+KVLOOM_INLINE void pause_cpu() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("isb" ::: "memory");
+#endif
+}
+
+// Releases threads that wait for `epoch` to move on: they look for a while, then they sleep.
+class Gate {
+ public:
+  uint32_t epoch() const { return epoch_.load(std::memory_order_acquire); }
+
+  void wait_past(uint32_t epoch, int num_spins) {
+    for (int i = 0; i < num_spins; ++i) {
+      if (this->epoch() != epoch) return;
+      pause_cpu();
+    }
+    // Sequentially consistent, as in open(): either we see the new epoch, or open() sees us asleep.
+    num_asleep_.fetch_add(1);
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      opened_.wait(lock, [&] { return epoch_.load() != epoch; });
+    }
+    num_asleep_.fetch_sub(1);
+  }
+
+  void open() {
+    epoch_.fetch_add(1);
+    if (num_asleep_.load() == 0) return;
+    // Without the lock a thread between its look at the epoch and its sleep would miss the call.
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+    }
+    opened_.notify_all();
+  }
+
+ private:
+  std::atomic<uint32_t> epoch_{0};
+  std::atomic<int> num_asleep_{0};
+  std::mutex mutex_;
+  std::condition_variable opened_;
+};
+
+namespace detail {
+
+// Counts the forks between us and the process that loaded the library: threads do not survive a
+// fork.
+inline std::atomic<uint32_t>& num_forks() {
+  static std::atomic<uint32_t> count{0};
+  static const int registered = pthread_atfork(nullptr, nullptr, [] { ++count; });
+  (void)registered;
+  return count;
+}
+
+// The threads and what they share. One per team and process.
+class Crew {
+ public:
+  using Entry = void (*)(void* function, int thread) noexcept;
+
+  explicit Crew(int num_threads) : num_threads_(num_threads) {
+    // Signals are for the threads of the application: one of ours would run no Python handler.
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    try {
+      for (int i = 1; i < num_threads; ++i) threads_.emplace_back([this, i] { serve(i); });
+    } catch (...) {  // the system gives no more threads
+      pthread_sigmask(SIG_SETMASK, &before, nullptr);
+      stop();
+      throw;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  }
+  ~Crew() { stop(); }
+  Crew(const Crew&) = delete;
+  Crew& operator=(const Crew&) = delete;
+
+  // Whether the threads are of this process, and not of the one it was forked from.
+  bool is_alive() const { return born_after_forks_ == num_forks(); }
+
+  void run(Entry entry, void* function) {
+    std::lock_guard<std::mutex> one_region_at_a_time(mutex_);
+    entry_ = entry;
+    function_ = function;
+    start_.open();
+    entry(function, 0);
+    barrier();
+  }
+
+  void barrier() {
+    if (num_threads_ == 1) {
+      next_item_.store(0, std::memory_order_relaxed);
+      return;
+    }
+    const uint32_t epoch = barrier_.epoch();
+    if (num_arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == num_threads_) {
+      num_arrived_.store(0, std::memory_order_relaxed);
+      next_item_.store(0, std::memory_order_relaxed);
+      barrier_.open();
+    } else {
+      barrier_.wait_past(epoch, kNumSpins);
+    }
+  }
+
+  int64_t next_item() { return next_item_.fetch_add(1, std::memory_order_relaxed); }
+
+ private:
+  // Some 40 microseconds: longer than threads drift apart in a step, shorter than a time slice, so
+  // that with fewer free cores than threads the one that waits soon leaves its core to the one it
+  // waits for.
+  static constexpr int kNumSpins = 1500;
+
+  void serve(int thread) {
+    // Epochs count regions from 0, so a thread that starts late still takes part in the first.
+    for (uint32_t region = 0;; ++region) {
+      start_.wait_past(region, 0);  // no spinning: between steps the cores are the application's
+      if (is_stopping_) return;
+      entry_(function_, thread);
+      barrier();
+    }
+  }
+
+  void stop() {
+    is_stopping_ = true;
+    start_.open();
+    for (std::thread& thread : threads_) thread.join();
+  }
+
+  const int num_threads_;
+  const uint32_t born_after_forks_ = num_forks();
+  std::vector<std::thread> threads_;
+  std::mutex mutex_;
+  // Written before start_ opens, read after.
+  Entry entry_ = nullptr;
+  void* function_ = nullptr;
+  bool is_stopping_ = false;
+  Gate start_;
+  // On cache lines of their own: the one is hammered while the others are waited for.
+  alignas(kCacheLineBytes) std::atomic<int64_t> next_item_{0};
+  alignas(kCacheLineBytes) std::atomic<int> num_arrived_{0};
+  alignas(kCacheLineBytes) Gate barrier_;
+};
+
+}  // namespace detail
+
+class ThreadTeam {
+ public:
+  // num_threads >= 1, the caller of run() included. Threads start with the first region.
+  explicit ThreadTeam(int num_threads) : num_threads_(num_threads) { detail::num_forks(); }
+  ~ThreadTeam() {
+    detail::Crew* crew = crew_.load();
+    if (crew != nullptr && crew->is_alive()) delete crew;
+  }
+  ThreadTeam(const ThreadTeam&) = delete;
+  ThreadTeam& operator=(const ThreadTeam&) = delete;
+
+  int num_threads() const { return num_threads_; }
+
+  // Calls function(thread) once for each thread in [0, num_threads); returns when all are done.
+  // Regions of one team run one after another, whoever calls; a region must not start another one
+  // of its own team. Throws std::system_error if threads cannot be started.
+  template <class Function>
+  void run(Function&& function) {
+    using Callable = std::remove_reference_t<Function>;
+    static_assert(std::is_nothrow_invocable_v<Callable&, int>, "a region must be noexcept");
+    const auto entry = [](void* address, int thread) noexcept {
+      (*static_cast<Callable*>(address))(thread);
+    };
+    living_crew().run(entry, const_cast<void*>(static_cast<const void*>(&function)));
+  }
+
+  // Inside a region: waits until every thread of the team is here.
+  void barrier() { crew().barrier(); }
+
+  // Inside a region: calls function(item) once for each item in [0, num_items), over all threads,
+  // the next item for whichever thread is free; then a barrier.
+  template <class Function>
+  void for_each_item(int64_t num_items, Function&& function) {
+    detail::Crew& crew = this->crew();
+    for (int64_t item; (item = crew.next_item()) < num_items;) function(item);
+    crew.barrier();
+  }
+
+ private:
+  detail::Crew& crew() { return *crew_.load(std::memory_order_relaxed); }
+
+  // Starts the threads if there are none yet. In a forked child the old ones do not exist, and may
+  // have held locks for ever: they are left behind as they are. No lock here either, for the same
+  // reason.
+  detail::Crew& living_crew() {
+    detail::Crew* crew = crew_.load();
+    if (crew != nullptr && crew->is_alive()) return *crew;
+    auto fresh = std::make_unique<detail::Crew>(num_threads_);
+    if (crew_.compare_exchange_strong(crew, fresh.get())) return *fresh.release();
+    return *crew;  // another caller was faster
+  }
+
+  const int num_threads_;
+  std::atomic<detail::Crew*> crew_{nullptr};
+};
+
+}  // namespace kvloom

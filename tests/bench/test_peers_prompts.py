@@ -1,0 +1,66 @@
+"""Timed prompts have the number of tokens asked for, and no two are alike."""
+
+from __future__ import annotations
+
+import pytest
+from peers_prompts import PromptMaker
+
+from kvloom.tokenizer import load_tokenizer
+from kvloom.weights.checkpoint import open_checkpoint
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2):
+    return load_tokenizer(open_checkpoint(smollm2))
+
+
+@pytest.fixture(scope="module")
+def maker(tokenizer):
+    return PromptMaker(tokenizer)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 128, 3500])
+def test_prompts_have_exactly_the_tokens_asked_for(maker, tokenizer, num_tokens):
+    for text in maker.make(4, num_tokens, "a"):
+        assert len(tokenizer.encode(text, add_special_tokens=True)) == num_tokens
+
+
+def test_no_two_prompts_share_their_first_token(maker, tokenizer):
+    firsts = [tokenizer.encode(text, True)[0] for text in maker.make(32, 8, "a")]
+    assert len(set(firsts)) == 32
+
+
+def test_a_seed_stands_for_its_prompts(maker):
+    assert maker.make(2, 16, "a") == maker.make(2, 16, "a")
+    assert not set(maker.make(2, 16, "a")) & set(maker.make(2, 16, "b"))
+
+
+class Letters:
+    """A token per letter: no word is one token."""
+
+    vocab_size = 26
+
+    def encode(self, text, add_special_tokens):
+        return [ord(letter) for letter in text]
+
+    def decode(self, ids):
+        return "".join(chr(97 + token_id) for token_id in ids)
+
+
+class Liar(Letters):
+    """Decodes tokens to words, and encodes them otherwise."""
+
+    vocab_size = 500
+
+    def decode(self, ids):
+        return "".join(f" {chr(97 + i // 25)}{chr(97 + i % 25)}x" for i in ids)
+
+
+def test_a_tokenizer_without_whole_words_is_refused():
+    with pytest.raises(ValueError, match="too few tokens"):
+        PromptMaker(Letters())
+
+
+def test_a_wrong_number_of_tokens_is_refused():
+    with pytest.raises(ValueError, match="of 3 words has 12 tokens"):
+        PromptMaker(Liar()).make(1, 3, "a")

@@ -1,0 +1,94 @@
+"""The thread team: every item once, barriers that hold, quiet when idle, alive after fork."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from types import ModuleType
+
+import pytest
+
+NUM_THREADS = [1, 2, 3, 8]  # more than any test machine is sure to have
+
+
+@pytest.mark.parametrize("num_threads", NUM_THREADS)
+@pytest.mark.parametrize("num_items", [0, 1, 2, 7, 1000])
+def test_each_item_is_visited_once_per_round(native: ModuleType, num_threads: int, num_items: int):
+    team = native.ThreadTeam(num_threads)
+    assert team.num_threads == num_threads
+    assert team.run_counting_regions(25, num_items) == [50] * num_items
+
+
+def test_many_regions(native: ModuleType, scale: int):
+    assert native.ThreadTeam(3).run_counting_regions(500 * scale, 5) == [1000 * scale] * 5
+
+
+def test_a_team_that_never_ran_has_nothing_to_end(native: ModuleType):
+    for _ in range(100):
+        native.ThreadTeam(4)
+
+
+@pytest.mark.parametrize("num_threads", [0, -1, 1025])
+def test_odd_numbers_of_threads_are_refused(native: ModuleType, num_threads: int):
+    with pytest.raises(ValueError, match="from 1 to 1024"):
+        native.ThreadTeam(num_threads)
+
+
+def test_threads_end_with_their_team(native: ModuleType):
+    before = num_os_threads()
+    team = native.ThreadTeam(4)
+    assert num_os_threads() == before
+    team.run_counting_regions(1, 1)
+    assert num_os_threads() == before + 3
+    del team
+    assert num_os_threads() == before
+
+
+def test_callers_take_turns(native: ModuleType):
+    team = native.ThreadTeam(2)
+    results: list[list[int]] = []
+    callers = [
+        threading.Thread(target=lambda: results.append(team.run_counting_regions(50, 20)))
+        for _ in range(4)
+    ]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert results == [[100] * 20] * 4
+
+
+def test_idle_threads_use_no_processor_time(native: ModuleType):
+    """Four threads that spun through half a second would use as much of it as there are cores."""
+    team = native.ThreadTeam(4)
+    team.run_counting_regions(10, 10)
+    before = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - before < 0.05
+
+
+def test_a_forked_child_gets_threads_of_its_own(native: ModuleType):
+    """In a process of its own, which has no other threads; a hang would end with the time limit."""
+    program = f"""
+import os
+import {native.__name__} as native
+team, unused = native.ThreadTeam(4), native.ThreadTeam(2)
+assert team.run_counting_regions(10, 10) == [20] * 10
+for generation in range(3):  # a child, its child, and so on
+    pid = os.fork()
+    if pid:
+        assert os.waitpid(pid, 0)[1] == 0
+        break
+    assert team.run_counting_regions(10, 10) == [20] * 10
+    assert unused.run_counting_regions(1, 3) == [2] * 3
+assert team.run_counting_regions(10, 10) == [20] * 10
+del team, unused
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=60)
+
+
+def num_os_threads() -> int:
+    return len(os.listdir(f"/proc/{os.getpid()}/task"))

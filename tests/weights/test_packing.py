@@ -1,0 +1,180 @@
+"""Rows reach the packer as they are stored: the same values as when read in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as GGMLType
+from gguf.quants import dequantize, quantize
+
+from gguf_files import LLAMA_METADATA, write_gguf
+from kvloom.dtypes import DType
+from kvloom.errors import WeightsError
+from kvloom.models.base import Model, ModelDTypes
+from kvloom.models.parallel import TensorParallelRank
+from kvloom.models.registry import build_model
+from kvloom.ops.base import Parameter, StoredRows
+from kvloom.weights.checkpoint import open_checkpoint
+from kvloom.weights.loader import RowPacking, load_weights
+from kvloom.weights.packing import float_rows, keep_columns, packed_format, stored_rows
+
+METADATA = {
+    **LLAMA_METADATA,
+    "llama.embedding_length": 64,
+    "llama.feed_forward_length": 128,
+    "llama.vocab_size": 40,
+}
+SHAPES = {
+    "token_embd.weight": (40, 64),
+    "output_norm.weight": (64,),
+    "blk.0.attn_norm.weight": (64,),
+    "blk.0.attn_q.weight": (64, 64),
+    "blk.0.attn_k.weight": (32, 64),
+    "blk.0.attn_v.weight": (32, 64),
+    "blk.0.attn_output.weight": (64, 64),
+    "blk.0.ffn_norm.weight": (64,),
+    "blk.0.ffn_gate.weight": (128, 64),
+    "blk.0.ffn_up.weight": (128, 64),
+    "blk.0.ffn_down.weight": (64, 128),
+}
+
+
+class Packed:
+    """What a backend would keep of a matrix."""
+
+    nbytes = 0
+
+    def __init__(self, packed: str, parts: Iterable[StoredRows]) -> None:
+        self.packed = packed
+        self.formats = []
+        self.values = []
+        for part in parts:
+            self.formats.append(part.format)
+            self.values.append(values_of(part))
+
+
+def values_of(rows: StoredRows) -> np.ndarray:
+    if rows.format == "BF16":
+        return (rows.data.view("<u2").astype(np.uint32) << 16).view(np.float32)
+    if rows.format in ("F32", "F16"):
+        return rows.data.copy().view({"F32": "<f4", "F16": "<f2"}[rows.format]).astype(np.float32)
+    return dequantize(rows.data, GGMLType[rows.format])
+
+
+def write(path: Path, kinds: dict[str, GGMLType], other: GGMLType) -> Path:
+    rng = np.random.default_rng(1)
+    tensors = {}
+    for name, shape in SHAPES.items():
+        kind = GGMLType.F32 if len(shape) == 1 else kinds.get(name.split(".")[-2], other)
+        values = rng.standard_normal(shape).astype(np.float32)
+        tensors[name] = (quantize(values, kind), kind)
+    return write_gguf(path, tensors, METADATA)
+
+
+def load(path: Path, rank: TensorParallelRank, dtype: str | None) -> Model:
+    checkpoint = open_checkpoint(path)
+    dtypes = ModelDTypes(DType.FLOAT32, DType.FLOAT32)
+    model = build_model(checkpoint.config, rank, dtypes)
+    packing = RowPacking(dtype, lambda _, packed, parts: Packed(packed, parts)) if dtype else None
+    load_weights(model, checkpoint, lambda _, array: array, packing)
+    return model
+
+
+RANKS = [TensorParallelRank(0, 1), TensorParallelRank(0, 2), TensorParallelRank(1, 2)]
+
+
+@pytest.mark.parametrize("rank", RANKS, ids=str)
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float32"])
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0"])
+def test_rows_are_the_values_that_reading_gives(
+    tmp_path: Path, kind: str, dtype: str, rank: TensorParallelRank
+) -> None:
+    path = write(tmp_path / "model.gguf", {}, GGMLType[kind])
+    expected, stored = load(path, rank, None), load(path, rank, dtype)
+    for wanted, found in zip(expected.parameters, stored.parameters, strict=True):
+        if len(wanted.shape) == 1:
+            np.testing.assert_array_equal(found.value, wanted.value)
+        else:
+            np.testing.assert_array_equal(np.concatenate(found.value.values), wanted.value)
+    # Stacked parameters keep the sources' format, with which nothing is dequantised.
+    [qkv] = [p.value for p in stored.parameters if p.name.endswith("qkv")]
+    if dtype == "auto" and kind in ("Q8_0", "Q4_0", "Q4_1"):
+        assert (qkv.packed, qkv.formats) == (kind[:2], [kind] * 3)
+
+
+def test_sources_of_different_formats_take_the_widest(tmp_path: Path) -> None:
+    kinds = {"attn_q": GGMLType.Q8_0, "ffn_up": GGMLType.BF16}
+    model = load(write(tmp_path / "model.gguf", kinds, GGMLType.Q4_1), RANKS[0], "auto")
+    packed = {p.name.rpartition(".")[2]: p.value for p in model.parameters if len(p.shape) == 2}
+    assert (packed["qkv"].packed, packed["qkv"].formats) == ("BF16", ["F32"] * 3)
+    assert (packed["gate_up"].packed, packed["gate_up"].formats) == ("BF16", ["F32", "BF16"])
+    assert (packed["down_proj"].packed, packed["o_proj"].packed) == ("Q4", "Q4")
+
+
+def test_a_misshaped_matrix_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", {}, GGMLType.Q4_0)
+    checkpoint = open_checkpoint(path)
+    config = {**checkpoint.config, "intermediate_size": 96}
+    model = build_model(config, RANKS[0], ModelDTypes(DType.FLOAT32, DType.FLOAT32))
+    packing = RowPacking("auto", lambda _, packed, parts: Packed(packed, parts))
+    with pytest.raises(WeightsError, match="ffn_gate"):
+        load_weights(model, checkpoint, lambda _, array: array, packing)
+
+
+@pytest.mark.parametrize(
+    ("stored", "dtype", "has_whole_blocks", "packed"),
+    [
+        (["F32"], "auto", True, "F32"),
+        (["F16"], "auto", True, "BF16"),
+        (["BF16"], "auto", False, "BF16"),
+        (["Q4_0", "Q4_1"], "auto", True, "Q4"),
+        (["Q8_0"], "auto", True, "Q8"),
+        (["Q8_0"], "auto", False, "BF16"),
+        (["Q8_0", "Q4_0"], "auto", True, "BF16"),
+        (["Q8_0", "F32"], "auto", True, "F32"),
+        (["Q4_K"], "auto", True, "BF16"),
+        (["Q4_0"], "bfloat16", True, "BF16"),
+        (["Q4_0"], "float32", True, "F32"),
+    ],
+)
+def test_what_formats_become(
+    stored: list[str], dtype: str, has_whole_blocks: bool, packed: str
+) -> None:
+    assert packed_format(stored, dtype, has_whole_blocks=has_whole_blocks) == packed
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"])
+def test_columns_of_rows_are_columns_of_values(kind: str) -> None:
+    values = np.random.default_rng(2).standard_normal((3, 128)).astype(np.float32)
+    raw = quantize(values, GGMLType[kind]).view(np.uint8)
+    rows = stored_rows("x", kind, (3, 128), raw.reshape(-1))
+    kept = keep_columns(rows, 32, 96)
+    assert kept.num_inputs == 64
+    np.testing.assert_array_equal(values_of(kept), values_of(rows)[:, 32:96])
+
+
+def test_float_rows_hold_any_layout() -> None:
+    values = np.arange(12, dtype=np.float32).reshape(3, 4)
+    for array in (values, values.T, values[:, ::2]):
+        rows = float_rows(array)
+        assert rows.num_inputs == array.shape[1]
+        np.testing.assert_array_equal(values_of(rows), array)
+
+
+def test_a_parameter_is_filled_with_what_the_packer_returns(tmp_path: Path) -> None:
+    seen: list[tuple[Parameter, Any]] = []
+
+    def pack_rows(parameter: Parameter, packed: Any, parts: Iterable[StoredRows]) -> Packed:
+        seen.append((parameter, value := Packed(packed, parts)))
+        return value
+
+    path = write(tmp_path / "model.gguf", {}, GGMLType.Q8_0)
+    checkpoint = open_checkpoint(path)
+    model = build_model(checkpoint.config, RANKS[0], ModelDTypes(DType.FLOAT32, DType.FLOAT32))
+    load_weights(model, checkpoint, lambda _, array: array, RowPacking("auto", pack_rows))
+    assert seen
+    assert all(parameter.value is value for parameter, value in seen)
