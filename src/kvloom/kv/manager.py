@@ -52,11 +52,13 @@ class _Holding:
     """What one request holds.
 
     Attributes:
+        num_slots: tokens that every table has a block for.
         num_published: leading blocks of every table that carry their hash.
         num_promised: blocks that admission saw free for it, taken or not.
     """
 
     tables: BlockTables
+    num_slots: int
     num_published: int
     num_promised: int
 
@@ -98,6 +100,8 @@ class KVCacheManager:
         self._pool = BlockPool(kv_cache_config.num_blocks, events)
         self._has_prefix_cache = has_prefix_cache
         self._holdings: dict[str, _Holding] = {}
+        # Most steps of most requests need no block: they share this answer.
+        self._nothing_new: tuple[list[int], ...] = tuple([] for _ in self._specs)
         self._num_queried_tokens = 0
         self._num_hit_tokens = 0
 
@@ -173,20 +177,15 @@ class KVCacheManager:
                 return None
             holding = self._enter(request, hit)
         num_stored = request.num_computed_tokens + hit.num_tokens + num_new_tokens
-        num_missing = [
-            policy.num_blocks(num_stored) - len(table)
-            for policy, table in zip(self._policies, holding.tables, strict=True)
-        ]
-        if sum(num_missing) > self._pool.num_free_blocks:
-            return None
-        new_block_ids = []
-        for table, num_blocks in zip(holding.tables, num_missing, strict=True):
-            blocks = self._pool.take(num_blocks)
-            table += blocks
-            new_block_ids.append([block.block_id for block in blocks])
+        new_block_ids = self._nothing_new
+        if num_stored > holding.num_slots:
+            grown = self._grow(holding, num_stored)
+            if grown is None:
+                return None
+            new_block_ids = grown
         if self._has_prefix_cache:
             self._publish(request, holding, num_stored // self.block_size)
-        return tuple(new_block_ids)
+        return new_block_ids
 
     def get_block_ids(self, req_id: str) -> tuple[list[int], ...]:
         """The block tables of a request that holds blocks."""
@@ -244,11 +243,28 @@ class KVCacheManager:
         num_needed = self._max_num_blocks(request.num_tokens) - num_shared
         return num_needed + num_promised <= self._pool.num_free_blocks
 
+    def _grow(self, holding: _Holding, num_stored: int) -> tuple[list[int], ...] | None:
+        """Extend the tables to `num_stored` tokens; None if the pool has not enough blocks."""
+        num_missing = [
+            policy.num_blocks(num_stored) - len(table)
+            for policy, table in zip(self._policies, holding.tables, strict=True)
+        ]
+        if sum(num_missing) > self._pool.num_free_blocks:
+            return None
+        new_block_ids = []
+        for table, num_blocks in zip(holding.tables, num_missing, strict=True):
+            blocks = self._pool.take(num_blocks)
+            table += blocks
+            new_block_ids.append([block.block_id for block in blocks])
+        holding.num_slots = min(map(len, holding.tables)) * self.block_size
+        return tuple(new_block_ids)
+
     def _enter(self, request: Request, hit: PrefixHit) -> _Holding:
         for blocks in hit.blocks:
             self._pool.touch(blocks)
         holding = _Holding(
             tables=tuple(map(list, hit.blocks)) or tuple([] for _ in self._specs),
+            num_slots=hit.num_tokens,
             num_published=hit.num_tokens // self.block_size,
             num_promised=self._max_num_blocks(request.num_tokens),
         )

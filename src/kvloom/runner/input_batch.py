@@ -114,10 +114,8 @@ class InputBatch:
         self.block_tables: list[IntArray] = [
             np.zeros((max_num_seqs, cdiv(max_model_len, size)), np.int32) for size in block_sizes
         ]
-        self._num_tokens = np.zeros(max_num_seqs, np.int32)
-        self._num_computed_tokens = np.zeros(max_num_seqs, np.int32)
         self._states: dict[str, RequestState] = {}
-        self._rows: dict[str, int] = {}  # by request, the one that ran longest ago first
+        self._rows: dict[str, int] = {}  # by request
         self._free_rows = list(reversed(range(max_num_seqs)))
 
     def update(self, output: SchedulerOutput) -> None:
@@ -130,26 +128,43 @@ class InputBatch:
             self._states[new.req_id] = _state_of(new)
         self._update_cached(output.scheduled_cached_reqs)
         for req_id in output.num_scheduled_tokens:
-            self._seat(self._states[req_id], output.num_scheduled_tokens)
+            if req_id not in self._rows:
+                row = self._take_row(output.num_scheduled_tokens)
+                self._fill_row(row, self._states[req_id])
+                self._rows[req_id] = row
 
     def append_tokens(self, sampled_token_ids: Mapping[str, list[int]]) -> None:
         """Take the tokens that a step sampled; the scheduler does not send them again."""
+        rows: list[int] = []
+        positions: list[int] = []
+        tokens: list[int] = []
         for req_id, token_ids in sampled_token_ids.items():
-            self._append_tokens(self._states[req_id], token_ids)
+            state = self._states[req_id]
+            row = self._rows.get(req_id)
+            if row is not None:
+                start = state.num_tokens
+                rows += [row] * len(token_ids)
+                positions += range(start, start + len(token_ids))
+                tokens += token_ids
+            state.output_token_ids += token_ids
+        # One write for all: writing one by one costs more than all the rest of this.
+        self.token_ids[rows, positions] = tokens
 
     def prepare(self, num_scheduled_tokens: Mapping[str, int]) -> StepInputs:
         """Gather the flat batch of the scheduled requests, in their order."""
         num_reqs = len(num_scheduled_tokens)
         counts = np.fromiter(num_scheduled_tokens.values(), np.int32, num_reqs)
-        rows = np.fromiter((self._rows[r] for r in num_scheduled_tokens), np.int64, num_reqs)
+        states = [self._states[req_id] for req_id in num_scheduled_tokens]
+        rows = np.array([self._rows[req_id] for req_id in num_scheduled_tokens], np.int64)
         query_start = np.zeros(num_reqs + 1, np.int32)
         np.cumsum(counts, out=query_start[1:])
-        computed = self._num_computed_tokens[rows]
+        computed = np.array([state.num_computed_tokens for state in states], np.int32)
+        known = np.array([state.num_tokens for state in states], np.int32)
         index = np.repeat(np.arange(num_reqs), counts)  # [num_tokens]
         positions = np.arange(len(index)) + (computed - query_start[:-1])[index]
         seq_lens = computed + counts
         return StepInputs(
-            states=[self._states[req_id] for req_id in num_scheduled_tokens],
+            states=states,
             rows=rows,
             request_index=index,
             token_ids=self.token_ids[rows[index], positions].astype(np.int64),
@@ -157,7 +172,7 @@ class InputBatch:
             query_start=query_start,
             num_computed_tokens=computed,
             seq_lens=seq_lens,
-            is_complete=seq_lens >= self._num_tokens[rows],
+            is_complete=seq_lens >= known,
         )
 
     def block_table(self, group: int, inputs: StepInputs) -> IntArray:
@@ -174,16 +189,22 @@ class InputBatch:
         return blocks * size + inputs.positions % size
 
     def _update_cached(self, cached: CachedRequestData) -> None:
+        told: dict[str, list[int]] = {}
         for i, req_id in enumerate(cached.req_ids):
             state = self._states[req_id]
             state.num_computed_tokens = cached.num_computed_tokens[i]
+            new_block_ids, new_token_ids = cached.new_block_ids[i], cached.new_token_ids[i]
             if cached.resumed_from_preemption[i]:
-                state.block_ids = tuple(list(ids) for ids in cached.new_block_ids[i])
-                state.output_token_ids[:] = cached.new_token_ids[i]
+                state.block_ids = tuple(list(ids) for ids in new_block_ids)
+                state.output_token_ids[:] = new_token_ids
                 self._leave_row(req_id)
-            else:
-                self._append_blocks(state, cached.new_block_ids[i])
-                self._append_tokens(state, cached.new_token_ids[i])
+                continue
+            if any(new_block_ids):
+                self._append_blocks(state, new_block_ids)
+            if new_token_ids:
+                told[req_id] = new_token_ids
+        if told:
+            self.append_tokens(told)
 
     def _append_blocks(self, state: RequestState, new_block_ids: tuple[list[int], ...]) -> None:
         row = self._rows.get(state.req_id)
@@ -194,24 +215,8 @@ class InputBatch:
                 table[row, len(block_ids) : len(block_ids) + len(new)] = new
             block_ids += new
 
-    def _append_tokens(self, state: RequestState, token_ids: list[int]) -> None:
-        row = self._rows.get(state.req_id)
-        if row is not None:
-            start, stop = state.num_tokens, state.num_tokens + len(token_ids)
-            self.token_ids[row, start:stop] = token_ids
-            self._num_tokens[row] = stop
-        state.output_token_ids += token_ids
-
-    def _seat(self, state: RequestState, scheduled: Container[str]) -> None:
-        row = self._rows.pop(state.req_id, None)
-        if row is None:
-            row = self._take_row(scheduled)
-            self._fill_row(row, state)
-        self._rows[state.req_id] = row  # moved to the end: it runs now
-        self._num_computed_tokens[row] = state.num_computed_tokens
-
     def _take_row(self, scheduled: Container[str]) -> int:
-        """A free row, or that of the unscheduled request that ran longest ago."""
+        """A free row, or that of a request that does not run now."""
         if self._free_rows:
             return self._free_rows.pop()
         idle = next(req_id for req_id in self._rows if req_id not in scheduled)
@@ -226,7 +231,6 @@ class InputBatch:
         num_prompt = len(state.prompt_token_ids)
         self.token_ids[row, :num_prompt] = state.prompt_token_ids
         self.token_ids[row, num_prompt : state.num_tokens] = state.output_token_ids
-        self._num_tokens[row] = state.num_tokens
         for table, block_ids in zip(self.block_tables, state.block_ids, strict=True):
             table[row] = 0  # what the row's last request left behind
             table[row, : len(block_ids)] = block_ids
