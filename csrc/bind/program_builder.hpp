@@ -225,6 +225,8 @@ class ProgramBuilder {
 
   int begin(const BatchArrays& batch, const std::vector<GroupArrays>& groups) {
     check(step_ != nullptr, "finish the program first");
+    check(!is_busy_, "another thread is running this program");
+    const Busy busy(is_busy_);
     has_begun_ = false;
     step_->set(batch, groups);
     nb::gil_scoped_release unlocked;
@@ -236,6 +238,8 @@ class ProgramBuilder {
   void run_segment(int segment) {
     check(has_begun_, "begin a step first");
     check(segment >= 0 && segment < program_->num_segments(), "there is no such segment");
+    check(!is_busy_, "another thread is running this program");
+    const Busy busy(is_busy_);
     nb::gil_scoped_release unlocked;
     program_->run_segment(segment);
   }
@@ -253,6 +257,18 @@ class ProgramBuilder {
   int num_segments() const { return program_->num_segments(); }
 
  private:
+  // Set and reset while the GIL is held, so that a second Python thread finds it set.
+  class Busy {
+   public:
+    explicit Busy(bool& flag) : flag_(flag) { flag_ = true; }
+    ~Busy() { flag_ = false; }
+    Busy(const Busy&) = delete;
+    Busy& operator=(const Busy&) = delete;
+
+   private:
+    bool& flag_;
+  };
+
   template <class T, class... Arguments>
   void add(Arguments&&... arguments) {
     check(step_ == nullptr, "the program is finished");
@@ -346,6 +362,7 @@ class ProgramBuilder {
   std::vector<const AttentionGroup*> attention_groups_;
   int num_rotations_ = 1 << 28;
   bool has_begun_ = false;
+  bool is_busy_ = false;  // a thread is inside begin or run_segment
   std::unique_ptr<Program> program_;
   std::unique_ptr<CheckedStep> step_;
 };

@@ -121,6 +121,7 @@ class Arena {
     for (const SlotSpec& slot : slots_) {
       if (slot.rows == rows) num_bytes += slot_bytes(slot, capacity);
     }
+    if (rows == RowCount::Logits) placed_rows_ = 0;  // nothing is there if allocating fails
     region.reset();  // before the new one is there: both together might not fit
     region = std::make_unique<Region>(num_bytes);
     uint8_t* next = region->data();

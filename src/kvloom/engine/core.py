@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterable
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvloom.config import EngineConfig
@@ -134,9 +135,12 @@ class EngineCore:
     def stats(self) -> EngineStats:
         """All counters."""
         return EngineStats(
-            self._phase_seconds, self._steps, self.manager.stats, self.scheduler.stats
+            dict(self._phase_seconds),
+            replace(self._steps),
+            self.manager.stats,
+            self.scheduler.stats,
         )
 
     def shutdown(self) -> None:
-        """Release the workers."""
+        """Stop the ranks' threads."""
         self.executor.shutdown()

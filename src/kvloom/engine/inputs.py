@@ -97,7 +97,6 @@ class InputProcessor:
         req_ids: Sequence[str],
         prompt: PreparedPrompt,
         params: SamplingParams,
-        cache_salt: str | None = None,
     ) -> list[Request]:
         """One request per choice: `req_ids` has params.n entries."""
         base_seed = params.seed
@@ -119,7 +118,7 @@ class InputProcessor:
                 eos_token_ids=self._limits.eos_token_ids,
                 bad_words_token_ids=bad_words,
             )
-            requests.append(Request(req_id, prompt.token_ids, resolved, cache_salt))
+            requests.append(Request(req_id, prompt.token_ids, resolved))
         return requests
 
     def _bad_words_token_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
@@ -128,7 +127,8 @@ class InputProcessor:
         for word in words:
             for text in (word, " " + word.lstrip()):
                 ids = tuple(self._tokenizer.encode(text, add_special_tokens=False))
-                if ids:
+                # A tokenizer may know tokens that the model has no row for: those are never drawn.
+                if ids and max(ids) < self._limits.vocab_size:
                     sequences[ids] = None
         return tuple(sequences)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
@@ -64,6 +65,8 @@ class LLM:
         self._inputs = InputProcessor(self.tokenizer, limits, self.config.model.seed)
         self._ids = itertools.count()
         self._running: dict[str, Generation] = {}
+        # Threads may share an LLM: whoever steps, steps for all.
+        self._lock = threading.RLock()
 
     @property
     def stats(self) -> EngineStats:
@@ -123,11 +126,16 @@ class LLM:
         return self._deltas(prepared, self._make_requests(prepared, one))
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes; requests must not be running."""
-        self._core.manager.reset_prefix_cache()
+        """Forget all cached prefixes.
+
+        Raises:
+            ConfigError: a stream is open, so blocks are in use.
+        """
+        if not self._core.manager.reset_prefix_cache():
+            raise ConfigError("requests still hold blocks; finish or close their streams first")
 
     def shutdown(self) -> None:
-        """Release the workers and their memory."""
+        """Stop the ranks' threads; memory goes with the last reference to this object."""
         self._core.shutdown()
 
     def _run(
@@ -141,7 +149,8 @@ class LLM:
         try:
             for prompt, one in zip(prompts, params, strict=True):
                 requests = self._make_requests(prompt, one)
-                generations.append(self._submit(prompt, requests))
+                generations.append(Generation(self.tokenizer, prompt, requests))
+                self._submit(generations[-1], requests)
             with progress_bar(len(generations), show) as update:
                 while not all(g.output.is_finished for g in generations):
                     self._step()
@@ -152,8 +161,9 @@ class LLM:
 
     def _deltas(self, prompt: PreparedPrompt, requests: list[Request]) -> Iterator[TextDelta]:
         # Nothing is submitted before the generator runs: closed earlier, it would abort nothing.
-        generation = self._submit(prompt, requests)
+        generation = Generation(self.tokenizer, prompt, requests)
         try:
+            self._submit(generation, requests)
             while True:
                 # Another stream's step may add deltas, the last one too, while this one is paused.
                 if deltas := generation.take_deltas():
@@ -169,15 +179,15 @@ class LLM:
         req_ids = [str(next(self._ids)) for _ in range(params.n)]
         return self._inputs.make_requests(req_ids, prompt, params)
 
-    def _submit(self, prompt: PreparedPrompt, requests: list[Request]) -> Generation:
-        self._core.add_requests(requests)
-        generation = Generation(self.tokenizer, prompt, requests)
-        self._running.update(dict.fromkeys(generation.req_ids, generation))
-        return generation
+    def _submit(self, generation: Generation, requests: list[Request]) -> None:
+        """Queue requests whose generation `_release` will hear of, whatever happens meanwhile."""
+        with self._lock:
+            self._running.update(dict.fromkeys(generation.req_ids, generation))
+            self._core.add_requests(requests)
 
     def _step(self) -> None:
         """Run one step and hand its events out; Ctrl-C waits until that is done."""
-        with deferred_interrupt():
+        with self._lock, deferred_interrupt():
             for event in self._core.step():
                 generation = self._running.get(event.req_id)
                 if generation is None:
@@ -188,7 +198,8 @@ class LLM:
 
     def _release(self, generations: Sequence[Generation]) -> None:
         """Forget generations; what still runs (an interrupt, a closed stream) is aborted."""
-        for generation in generations:
-            self._core.abort(generation.unfinished_req_ids)
-            for req_id in generation.req_ids:
-                self._running.pop(req_id, None)
+        with self._lock:
+            for generation in generations:
+                self._core.abort(generation.unfinished_req_ids)
+                for req_id in generation.req_ids:
+                    self._running.pop(req_id, None)

@@ -73,7 +73,7 @@ class Worker:
         self._weights_bytes = load_weights(self.model, self._checkpoint, backend.pack, row_packing)
 
     def determine_available_memory(self) -> MemoryBudget:
-        """What this rank may use for KV, with the arithmetic behind it; runs the model once.
+        """What this rank may use for KV, with the arithmetic behind it.
 
         Raises:
             CapacityError: the memory asked for is not there now.

@@ -59,7 +59,7 @@ _REASONS = {
     4: "logit_bias, bad_words and min_tokens leave no token; relax them",
 }
 
-# Encoded requests that are kept; beyond it, those of finished ones go.
+# Encoded requests that are kept; beyond it, all go, and running ones are encoded again.
 _MAX_ENCODED = 4096
 _MAX_INT64 = 2**63 - 1
 
