@@ -1,6 +1,7 @@
 // The arena, and programs run on several threads: each item once, whatever the step.
 #include <atomic>
 #include <memory>
+#include <new>
 #include <utility>
 #include <vector>
 
@@ -54,6 +55,20 @@ KVLOOM_TEST(arena_fits_more_rows_of_logits) {
     CHECK(is_aligned(arena.bytes(1)) && is_aligned(arena.bytes(2)));
   }
   CHECK(arena.bytes(0) == tokens);
+}
+
+KVLOOM_TEST(arena_recovers_from_rows_that_no_memory_holds) {
+  Arena arena({{RowCount::Tokens, 8}, {RowCount::Logits, 1 << 20}}, {10, 2});
+  bool has_failed = false;
+  try {
+    arena.fit(1 << 30);  // a petabyte: more than addresses reach
+  } catch (const std::bad_alloc&) {
+    has_failed = true;
+  }
+  CHECK(has_failed);
+  arena.fit(2);  // the size it had before must be made anew
+  arena.bytes(1)[(2 << 20) - 1] = 1;
+  CHECK(arena.bytes(1)[(2 << 20) - 1] == 1);
 }
 
 // Counts how often each item runs, and that all items of the instruction before it are done.
