@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvloom.errors import ModelNotFoundError
-from kvloom.weights.source import cache_folder, resolve_model
+from kvloom.weights.source import CONFIG_FILES, cache_folder, resolve_model
 
 CONTENT = b"GGUF" + bytes(range(256)) * 100
 
@@ -222,6 +222,8 @@ def test_a_hub_id_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     assert resolve_model("some-org/some-model") == tmp_path
     assert "*.safetensors" in asked["some-org/some-model"]
+    assert resolve_model("some-org/planned", CONFIG_FILES) == tmp_path
+    assert asked["some-org/planned"] == ["*.json"]  # a plan needs no weights
 
 
 def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

