@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -11,17 +11,23 @@ import pytest
 
 from kvloom.dtypes import DType
 from kvloom.kv.planner import make_kv_cache_spec
+from kvloom.kv.spec import KVCacheSpec
 from kvloom.models.base import Model, ModelDTypes
 from kvloom.models.parallel import TensorParallelRank
 from kvloom.models.registry import build_model
-from kvloom.ops.base import AttentionMetadata, Batch, StepSizes
+from kvloom.ops.backend import StepSizes
+from kvloom.ops.base import AttentionMetadata, Batch, KVLayer, Parameter
 from kvloom.ops.isa import built_isas
 from kvloom.ops.native import NativeBackend
 from kvloom.runner.collectives import SingleRankCommunicator
-from kvloom.weights.packing import float_rows
+from kvloom.weights.loader import load_weights
+from kvloom.weights.steps import rows_of_units
+from memory_checkpoint import MemoryCheckpoint
 from tiny_models import make_weights, tensor_shapes
 
-SIZES = StepSizes(max_num_tokens=1024, max_num_reqs=8, max_model_len=1024, block_size=16)
+SIZES = StepSizes(
+    max_num_tokens=1024, max_num_reqs=8, max_num_rows=1024, max_model_len=1024, block_size=16
+)
 NUM_BLOCKS = 200
 
 
@@ -53,38 +59,65 @@ class NativeRunner:
         self.model: Model = build_model(self.config, self.rank, dtypes)
         self.executable = self.backend.compile(self.model, self.communicator, self.sizes)
         self._load_weights()
+        self.group_specs: list[KVCacheSpec] = []
+        bound: dict[str, KVLayer] = {}
         for layer, spec in zip(
             self.model.attention_layers, self.model.get_kv_spec().layers, strict=True
         ):
-            layer.spec = make_kv_cache_spec(spec, self.sizes.block_size)
-            raw = self.backend.allocate_kv(layer.spec.page_size_bytes * NUM_BLOCKS)
-            raw[:] = -1  # all bits set is a NaN in every float format
-            layer.storage = self.backend.view_kv(raw, layer.spec, NUM_BLOCKS)
+            if spec.shares_kv_with is not None:
+                target = bound[spec.shares_kv_with]
+                layer.spec, layer.group, layer.storage = target.spec, target.group, target.storage
+            else:
+                self._bind(layer, make_kv_cache_spec(spec, self.sizes.block_size))
+            bound[layer.name] = layer
         self.executable.bind()
+
+    def _bind(self, layer: KVLayer, spec: KVCacheSpec) -> None:
+        """Memory of its own, in the group of the layers with an equal spec."""
+        if spec not in self.group_specs:
+            self.group_specs.append(spec)
+        layer.spec, layer.group = spec, self.group_specs.index(spec)
+        raw = self.backend.allocate_kv(spec.page_size_bytes * NUM_BLOCKS)
+        raw[:] = -1  # all bits set is a NaN in every float format
+        layer.storage = self.backend.view_kv(raw, spec, NUM_BLOCKS)
 
     def _load_weights(self) -> None:
         weights = make_weights(tensor_shapes(self.config))
-        for parameter in self.model.parameters:
-            parts = []
-            for source in parameter.sources:
-                part = weights[source.name]
-                if (kept := source.slice) is not None:
-                    cut = slice(kept.start, kept.stop)
-                    part = part[cut] if kept.axis == 0 else part[:, cut]
-                parts.append(part)
-            array = np.concatenate(parts)
-            parameter.value = (
-                self.backend.pack(parameter, array)
-                if array.ndim == 1
-                else self.backend.pack_rows(parameter, self.packed, [float_rows(array)])
-            )
+        load_weights(self.model, MemoryCheckpoint(weights), self._pack)
+
+    def _pack(self, parameter: Parameter, array: np.ndarray) -> Any:
+        if not parameter.is_matrix:
+            return self.backend.pack(parameter, array)
+        rows = rows_of_units(array.reshape(-1, array.shape[-1]), "F32", 0)
+        return self.backend.pack_rows(parameter, self.packed, [rows])
 
     def step(self, chunks: Sequence[Chunk]) -> list[np.ndarray]:
         """Logits [num_tokens, vocab_size] of each chunk's tokens."""
-        batch = make_batch(chunks, self.sizes.block_size)
+        batch = self.make_batch(chunks)
         logits = np.array(self.executable.forward(batch))
         ends = np.cumsum([len(chunk.token_ids) for chunk in chunks])
         return np.split(logits, ends[:-1])
+
+    def make_batch(self, chunks: Sequence[Chunk]) -> Batch:
+        """The step over these chunks; blocks that no query sees are not in the tables."""
+        batch = make_batch(chunks, self.sizes.block_size)
+        (whole,) = batch.attention
+        groups = []
+        for spec in self.group_specs:
+            table = whole.block_table.copy()
+            for row, num_computed in zip(table, whole.num_computed_tokens, strict=True):
+                row[: first_visible(spec, int(num_computed)) // spec.block_size] = 0
+            groups.append(replace(whole, block_table=table))
+        return replace(batch, attention=groups)
+
+
+def first_visible(spec: KVCacheSpec, position: int) -> int:
+    """The first key that the query at a position sees, from the definitions."""
+    window = getattr(spec, "sliding_window", None)
+    chunk = getattr(spec, "attention_chunk_size", None)
+    if window is not None:
+        return max(position - window + 1, 0)
+    return position // chunk * chunk if chunk is not None else 0
 
 
 @dataclass(frozen=True)

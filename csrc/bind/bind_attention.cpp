@@ -5,7 +5,6 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
-#include <atomic>
 #include <optional>
 #include <string>
 #include <vector>
@@ -86,35 +85,34 @@ class AttentionLayer {
   size_t block_bytes() const { return shape_.layout.block_bytes(); }
   int num_items() const { return plan_.num_items(); }
 
-  std::optional<Array<const float, 1>> q_norm, k_norm;  // [head_size]
+  // As in QueryKeyForm and AttentionScoring.
+  std::optional<Array<const float, 1>> q_norm, k_norm, v_norm, position_scales, sinks;
   float norm_eps = 0.0f;
   float q_scale = 1.0f;
+  float soft_cap = 0.0f;
+  bool is_interleaved = false;
+  bool norms_follow_rope = false;
+  int64_t offset_bytes = 0;  // of the layer's part of a block
 
+  // qkv: columns q | k | v, q | row in a latent layout, or q alone, which stores nothing.
   void write(const Raw& raw, const Array<const float, 2>& qkv, const StoredAt& at,
              const Array<const float, 2>& rotations, const Queries& q) {
     KVWriteArgs args = {};
     args.layout = shape_.layout;
-    args.storage = checked_storage(raw);
+    args.storage = {checked_base(raw.data(), raw.shape(1)), static_cast<int64_t>(raw.shape(1))};
     args.num_heads = shape_.num_heads;
     args.num_tokens = static_cast<int>(qkv.shape(0));
-    args.qkv = qkv.data();
-    args.qkv_stride = static_cast<int64_t>(qkv.shape(1));
+    set_columns(qkv, &args);
     args.positions = at.positions.data();
     args.slots = at.slots.data();
-    args.rotations = rotations.data();
-    args.num_pairs = static_cast<int>(rotations.shape(1) / 2);
-    args.q_norm = q_norm ? q_norm->data() : nullptr;
-    args.k_norm = k_norm ? k_norm->data() : nullptr;
-    args.norm_eps = norm_eps;
-    args.q_scale = q_scale;
-    args.q = checked_queries(q, qkv.shape(0));
-    check_write(args);
+    args.form = checked_form(rotations);
+    args.q_out = checked_queries(q, qkv.shape(0));
     require(at.positions.shape(0) == qkv.shape(0) && at.slots.shape(0) == qkv.shape(0),
             "positions and slots must have one entry for each row of qkv");
     check_places(args, raw.shape(0), rotations.shape(0));
     nb::gil_scoped_release release;
-    team_.run([&](int) noexcept {
-      team_.for_each_item(kv_write_num_items(args),
+    team_.run([&](int thread) noexcept {
+      team_.for_each_item(thread, kv_write_num_items(args),
                           [&](int64_t item) { kv_write_run_item(args, static_cast<int>(item)); });
     });
   }
@@ -123,20 +121,38 @@ class AttentionLayer {
   // num_heads * head_size_v] f32.
   void attend(const Layers& raw, const Queries& q, const StepArrays& step,
               const Array<float, 2>& out) {
-    require(raw.shape(2) >= block_bytes(), "the rows of raw must hold a block");
+    char* base = checked_base(raw.data(), raw.shape(2));
     const size_t width = static_cast<size_t>(shape_.num_heads * shape_.layout.head_size_v);
     require(out.shape(0) == q.shape(0) && out.shape(1) == width, "out has another shape");
     const void* queries = checked_queries(q, q.shape(0));
     plan_.build(step.checked(shape_.layout, raw.shape(1), q.shape(0)));
     const int64_t stride = static_cast<int64_t>(raw.shape(2));
-    AttentionArgs args = {&plan_,         {nullptr, stride},
-                          queries,        {out.data(), static_cast<int64_t>(width), false},
-                          states_.data(), scratch_.data()};
-    nb::gil_scoped_release release;
-    for (size_t layer = 0; layer < raw.shape(0); ++layer) {
-      args.storage.base = reinterpret_cast<char*>(raw.data()) + layer * raw.shape(1) * raw.shape(2);
-      run_items(args);
+    AttentionArgs args = {&plan_,
+                          {nullptr, stride},
+                          queries,
+                          {out.data(), static_cast<int64_t>(width), false},
+                          states_.data(),
+                          aligned(scratch_.data()),
+                          {soft_cap, nullptr}};
+    if (sinks) {
+      require(sinks->shape(0) == static_cast<size_t>(shape_.num_heads),
+              "sinks: one per query head");
+      args.scoring.sinks = sinks->data();
     }
+    const int num_items = plan_.num_items();
+    const size_t layer_bytes = raw.shape(1) * raw.shape(2);
+    nb::gil_scoped_release release;
+    team_.run([&](int thread) noexcept {
+      AttentionArgs layer_args = args;
+      for (size_t layer = 0; layer < raw.shape(0); ++layer) {
+        layer_args.storage.base = base + layer * layer_bytes;
+        team_.for_each_item(thread, num_items, [&](int64_t item) {
+          const int index = static_cast<int>(item);
+          const int next = index + 1 < num_items ? index + 1 : -1;
+          attention_run_item(layer_args, index, next, thread);
+        });
+      }
+    });
   }
 
  private:
@@ -145,21 +161,12 @@ class AttentionLayer {
     return past == 0 ? memory : memory + (kCacheLineBytes - past);
   }
 
-  void run_items(const AttentionArgs& args) {
-    const int num_items = plan_.num_items();
-    std::atomic<int> taken{0};
-    team_.run([&](int thread) noexcept {
-      for (int item = taken.fetch_add(1); item < num_items;) {
-        const int next = taken.fetch_add(1);
-        attention_run_item(args, item, next < num_items ? next : -1, thread);
-        item = next;
-      }
-    });
-  }
-
-  KVStorage checked_storage(const Raw& raw) const {
-    require(raw.shape(1) >= block_bytes(), "the rows of raw must hold a block");
-    return {reinterpret_cast<char*>(raw.data()), static_cast<int64_t>(raw.shape(1))};
+  // Of the layer's part of the first block.
+  char* checked_base(uint8_t* raw, size_t stride) const {
+    require(offset_bytes >= 0 && stride >= block_bytes() &&
+                static_cast<size_t>(offset_bytes) <= stride - block_bytes(),
+            "the rows of raw must hold a block");
+    return reinterpret_cast<char*>(raw) + offset_bytes;
   }
 
   void* checked_queries(const Queries& q, size_t num_tokens) const {
@@ -172,24 +179,50 @@ class AttentionLayer {
     return q.data();
   }
 
-  void check_write(const KVWriteArgs& args) const {
+  void set_columns(const Array<const float, 2>& qkv, KVWriteArgs* args) const {
     const KVLayout& layout = shape_.layout;
-    require(args.qkv_stride == (shape_.num_heads + layout.num_kv_heads) * layout.head_size +
-                                   layout.num_kv_heads * layout.head_size_v,
-            "qkv has the wrong width");
-    require(2 * args.num_pairs <= layout.head_size, "rotations are wider than a head");
-    const size_t size = static_cast<size_t>(layout.head_size);
-    require(!q_norm || q_norm->shape(0) == size, "q_norm must be [head_size]");
-    require(!k_norm || k_norm->shape(0) == size, "k_norm must be [head_size]");
+    const int64_t q_width = int64_t{shape_.num_heads} * layout.head_size;
+    const int64_t k_width = int64_t{layout.num_kv_heads} * layout.head_size;
+    const int64_t v_width =
+        layout.is_latent ? 0 : int64_t{layout.num_kv_heads} * layout.head_size_v;
+    const int64_t stride = static_cast<int64_t>(qkv.shape(1));
+    args->q = {qkv.data(), stride};
+    if (stride == q_width) return;
+    require(stride == q_width + k_width + v_width, "qkv has the wrong width");
+    args->k = {qkv.data() + q_width, stride};
+    if (v_width > 0) args->v = {qkv.data() + q_width + k_width, stride};
+  }
+
+  static const float* checked_norm(const std::optional<Array<const float, 1>>& norm, int size) {
+    require(!norm || norm->shape(0) == static_cast<size_t>(size), "a norm must be of one head");
+    return norm ? norm->data() : nullptr;
+  }
+
+  QueryKeyForm checked_form(const Array<const float, 2>& rotations) const {
+    const KVLayout& layout = shape_.layout;
+    QueryKeyForm form;
+    form.rotations = rotations.data();
+    form.num_pairs = static_cast<int>(rotations.shape(1) / 2);
+    require(2 * form.num_pairs <= layout.head_size, "rotations are wider than a head");
+    form.is_interleaved = is_interleaved;
+    form.q_norm = checked_norm(q_norm, layout.head_size);
+    form.k_norm = checked_norm(k_norm, layout.head_size);
+    form.v_norm = checked_norm(v_norm, layout.head_size_v);
+    form.norm_eps = norm_eps;
+    form.norms_follow_rope = norms_follow_rope;
+    form.q_scale = q_scale;
+    form.position_scales = position_scales ? position_scales->data() : nullptr;
+    return form;
   }
 
   void check_places(const KVWriteArgs& args, size_t num_blocks, size_t max_positions) const {
     const int64_t num_slots = static_cast<int64_t>(num_blocks) * shape_.layout.block_size;
     for (int i = 0; i < args.num_tokens; ++i) {
       const int64_t position = args.positions[i];
-      require(
-          position >= 0 && (args.num_pairs == 0 || position < static_cast<int64_t>(max_positions)),
-          "a position is out of range");
+      require(position >= 0 &&
+                  (args.form.num_pairs == 0 || position < static_cast<int64_t>(max_positions)) &&
+                  (!position_scales || position < static_cast<int64_t>(position_scales->shape(0))),
+              "a position is out of range");
       require(args.slots[i] >= -1 && args.slots[i] < num_slots, "a slot is out of range");
     }
   }
@@ -216,12 +249,12 @@ void bind_attention(nb::module_& parent) {
       .def(
           "__init__",
           [](KVLayout* self, const std::string& format, int block_size, int num_kv_heads,
-             int head_size, int head_size_v) {
-            new (self)
-                KVLayout{parse_format(format), block_size, num_kv_heads, head_size, head_size_v};
+             int head_size, int head_size_v, bool is_latent) {
+            new (self) KVLayout{parse_format(format), block_size, num_kv_heads, head_size,
+                                head_size_v,          is_latent};
           },
           nb::arg("format"), nb::arg("block_size"), nb::arg("num_kv_heads"), nb::arg("head_size"),
-          nb::arg("head_size_v"))
+          nb::arg("head_size_v"), nb::arg("is_latent") = false)
       .def_prop_ro("problem", [](const KVLayout& layout) -> std::optional<std::string> {
         const char* problem = layout.problem();
         return problem == nullptr ? std::nullopt : std::optional<std::string>(problem);
@@ -236,19 +269,28 @@ void bind_attention(nb::module_& parent) {
       .def(
           "__init__",
           [](AttentionLayer* self, const KVLayout& layout, int num_heads, int num_threads,
-             int max_model_len) {
+             int max_model_len, int window, int chunk) {
             require(num_threads > 0 && num_threads <= 1024, "num_threads must be from 1 to 1024");
             require(max_model_len > 0, "max_model_len must be positive");
-            new (self)
-                AttentionLayer(checked_shape({layout, num_heads}), {num_threads, max_model_len});
+            require(window >= 0 && chunk >= 0, "window and chunk must not be negative");
+            new (self) AttentionLayer(checked_shape({layout, num_heads, {window, chunk}}),
+                                      {num_threads, max_model_len});
           },
-          nb::arg("layout"), nb::arg("num_heads"), nb::arg("num_threads"), nb::arg("max_model_len"))
+          nb::arg("layout"), nb::arg("num_heads"), nb::arg("num_threads"), nb::arg("max_model_len"),
+          nb::arg("window") = 0, nb::arg("chunk") = 0)
       .def_prop_ro("block_bytes", &AttentionLayer::block_bytes)
       .def_prop_ro("num_items", &AttentionLayer::num_items)
       .def_rw("q_norm", &AttentionLayer::q_norm, nb::arg("q_norm").none())
       .def_rw("k_norm", &AttentionLayer::k_norm, nb::arg("k_norm").none())
+      .def_rw("v_norm", &AttentionLayer::v_norm, nb::arg("v_norm").none())
+      .def_rw("position_scales", &AttentionLayer::position_scales, nb::arg("scales").none())
+      .def_rw("sinks", &AttentionLayer::sinks, nb::arg("sinks").none())
       .def_rw("norm_eps", &AttentionLayer::norm_eps)
       .def_rw("q_scale", &AttentionLayer::q_scale)
+      .def_rw("soft_cap", &AttentionLayer::soft_cap)
+      .def_rw("is_interleaved", &AttentionLayer::is_interleaved)
+      .def_rw("norms_follow_rope", &AttentionLayer::norms_follow_rope)
+      .def_rw("offset_bytes", &AttentionLayer::offset_bytes)
       .def("write", &AttentionLayer::write, nb::arg("raw").noconvert(), nb::arg("qkv"),
            nb::arg("at"), nb::arg("rotations"), nb::arg("q").noconvert())
       .def("attend", &AttentionLayer::attend, nb::arg("raw").noconvert(), nb::arg("q").noconvert(),

@@ -230,7 +230,7 @@ class GemmBench {
     team_.run([&](int thread) noexcept {
       uint8_t* scratch = scratch_[static_cast<size_t>(thread)]->data();
       for (size_t i = 0; i < gemms_.size(); ++i) {
-        team_.for_each_item(plans_[i].num_items, [&](int64_t item) {
+        team_.for_each_item(thread, plans_[i].num_items, [&](int64_t item) {
           run_gemm_item(gemms_[i], plans_[i], static_cast<int>(item), scratch);
         });
       }
@@ -299,8 +299,8 @@ int32_t read_all(const Bytes& data, int num_threads) {
   const int64_t num_pieces = static_cast<int64_t>(data.shape(0) / kPieceBytes);
   std::atomic<int32_t> total{0};
   ThreadTeam team(num_threads);
-  team.run([&](int) noexcept {
-    team.for_each_item(num_pieces, [&](int64_t piece) {
+  team.run([&](int thread) noexcept {
+    team.for_each_item(thread, num_pieces, [&](int64_t piece) {
       const uint8_t* from = data.data() + kPieceBytes * static_cast<size_t>(piece);
       vi32 bits = {};
       for (size_t i = 0; i < kPieceBytes; i += sizeof(bits)) bits = bits ^ load_i32(from + i);

@@ -6,9 +6,10 @@
 #include <cstdint>
 #include <string>
 
-#include "kvloom/elementwise.hpp"
 #include "kvloom/embedding.hpp"
 #include "kvloom/norm.hpp"
+#include "kvloom/rowwise.hpp"
+#include "kvloom/select_rows.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -38,8 +39,9 @@ void rms_norm(In<float, 2> x, In<float, 1> weight, float eps, Out<float, 2> y) {
   check(size > 0 && weight.shape(0) == x.shape(1) && y.shape(0) == x.shape(0) &&
             y.shape(1) == x.shape(1),
         "x and y must be [num_rows, size] and weight [size]");
-  const RmsNormArgs args{x.data(), size, num_rows, weight.data(), size, eps, y.data(), size};
-  run_items(rms_norm_num_items(args), args, rms_norm_run_item);
+  for (int64_t row = 0; row < num_rows; ++row) {
+    rms_norm_row(x.data() + row * size, weight.data(), size, eps, y.data() + row * size);
+  }
 }
 
 RowFormat row_format(const std::string& name) {
@@ -65,7 +67,8 @@ void pack_rows(In<float, 2> x, In<float, 1> weight, nb::object eps, const std::s
     if (eps.is_none()) {
       pack_row(rows, row, values);
     } else {
-      rms_norm_pack_row(values, {weight.data(), size, nb::cast<float>(eps)}, rows, row);
+      const GroupRange all{0, num_groups(rows.num_inputs)};
+      rms_norm_pack_row(values, {weight.data(), size, nb::cast<float>(eps)}, rows, row, all);
     }
   }
 }
@@ -103,25 +106,27 @@ void embedding(const std::string& format, In<uint8_t, 1> panels, int num_rows, i
 
 void add(In<float, 1> a, In<float, 1> b, Out<float, 1> out) {
   check(a.shape(0) == out.shape(0) && b.shape(0) == out.shape(0), "lengths differ");
-  const AddArgs args{a.data(), b.data(), out.data(), static_cast<int64_t>(out.shape(0))};
-  run_items(add_num_items(args), args, add_run_item);
+  const auto size = static_cast<int64_t>(out.shape(0));
+  if (size > 0) map_run(MapKind::Add, a.data(), b.data(), false, size, out.data());
 }
 
 Activation activation_named(const std::string& name) {
   if (name == "silu") return Activation::Silu;
   if (name == "gelu") return Activation::Gelu;
   if (name == "gelu_tanh") return Activation::GeluTanh;
-  throw nb::value_error("an activation is silu, gelu or gelu_tanh");
+  if (name == "swiglu_clamped") return Activation::SwigluClamped;
+  throw nb::value_error("an activation is silu, gelu, gelu_tanh or swiglu_clamped");
 }
 
 void gated_activation(In<float, 2> x, const std::string& activation, Out<float, 2> out) {
   check(x.shape(0) == out.shape(0) && x.shape(1) == 2 * out.shape(1),
         "x must be [num_rows, 2 x size] and out [num_rows, size]");
   const int64_t size = static_cast<int64_t>(out.shape(1));
-  const GatedArgs args{
-      x.data(),   2 * size, static_cast<int64_t>(x.shape(0)), size, activation_named(activation),
-      out.data(), size};
-  run_items(gated_num_items(args), args, gated_run_item);
+  const Activation kind = activation_named(activation);
+  for (int64_t row = 0; row < static_cast<int64_t>(out.shape(0)) && size > 0; ++row) {
+    const float* gate = x.data() + row * 2 * size;
+    gated_run(kind, gate, gate + size, size, out.data() + row * size);
+  }
 }
 
 void select_rows(In<float, 2> x, In<int32_t, 1> rows, Out<float, 2> out) {

@@ -5,6 +5,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "build_rowwise.hpp"
+#include "build_stacks.hpp"
 #include "program_builder.hpp"
 
 namespace kvloom {
@@ -13,14 +15,15 @@ namespace {
 void bind_weights(nb::module_& module) {
   nb::class_<Weight>(module, "Weight")
       .def("pack", &Weight::pack, nb::arg("source_format"), nb::arg("rows").noconvert(),
-           nb::arg("first_output"))
+           nb::arg("first_row"))
       .def_prop_ro("nbytes", &Weight::num_bytes)
       .def_prop_ro("format", &Weight::format_name)
-      .def_prop_ro("num_inputs", [](const Weight& weight) { return weight.packed().num_inputs; });
+      .def_prop_ro("num_inputs",
+                   [](const Weight& weight) { return weight.stack().first.num_inputs; });
   nb::class_<WeightPool>(module, "WeightPool")
       .def(nb::init<>())
       .def("allocate", &WeightPool::allocate, nb::arg("format"), nb::arg("is_gated"),
-           nb::arg("num_outputs"), nb::arg("num_inputs"));
+           nb::arg("num_outputs"), nb::arg("num_inputs"), nb::arg("num_matrices") = 1);
   module.def("allocate_bytes", &allocate_bytes, nb::arg("num_bytes"));
   module.def(
       "packed_row_bytes",
@@ -47,10 +50,12 @@ void bind_records(nb::module_& module) {
   nb::class_<Operand>(module, "Operand")
       .def(
           "__init__",
-          [](Operand* self, int slot, bool is_logits, int width) {
-            new (self) Operand{slot, is_logits ? RowCount::Logits : RowCount::Tokens, width};
+          [](Operand* self, int slot, bool is_logits, int width, int first, int stride) {
+            new (self) Operand{slot, is_logits ? RowCount::Logits : RowCount::Tokens, width, first,
+                               stride};
           },
-          nb::arg("slot"), nb::arg("is_logits"), nb::arg("width"));
+          nb::arg("slot"), nb::arg("is_logits"), nb::arg("width"), nb::arg("first") = 0,
+          nb::arg("stride") = 0, "Columns of rows; a stride of 0 means whole rows.");
   nb::class_<SlotSpec>(module, "SlotSpec")
       .def(
           "__init__",
@@ -71,12 +76,14 @@ void bind_records(nb::module_& module) {
       .def(
           "__init__",
           [](GroupShape* self, const std::string& format, int block_size, int num_heads,
-             int num_kv_heads, int head_size, int head_size_v) {
-            new (self)
-                GroupShape{format, block_size, num_heads, num_kv_heads, head_size, head_size_v};
+             int num_kv_heads, int head_size, int head_size_v, int window, int chunk,
+             bool is_latent) {
+            new (self) GroupShape{format,      block_size, num_heads, num_kv_heads, head_size,
+                                  head_size_v, window,     chunk,     is_latent};
           },
           nb::kw_only(), nb::arg("kv_format"), nb::arg("block_size"), nb::arg("num_heads"),
-          nb::arg("num_kv_heads"), nb::arg("head_size"), nb::arg("head_size_v"));
+          nb::arg("num_kv_heads"), nb::arg("head_size"), nb::arg("head_size_v"),
+          nb::arg("window") = 0, nb::arg("chunk") = 0, nb::arg("is_latent") = false);
 }
 
 void bind_attention_records(nb::module_& module) {
@@ -88,24 +95,37 @@ void bind_attention_records(nb::module_& module) {
       },
       nb::arg("shape"), nb::arg("max_model_len"), nb::arg("num_threads"),
       "Bytes that layers of equal heads share, beyond queries and results.");
+  nb::class_<Columns>(module, "Columns")
+      .def(
+          "__init__",
+          [](Columns* self, int slot, int first, int stride) {
+            new (self) Columns{slot, first, stride};
+          },
+          nb::arg("slot"), nb::arg("first"), nb::arg("stride"));
+  using Array = std::optional<FloatArray>;
   nb::class_<QueryKeyArrays>(module, "QueryKeyArrays")
       .def(
           "__init__",
-          [](QueryKeyArrays* self, const FloatTable& rotations,
-             const std::optional<FloatArray>& q_norm, const std::optional<FloatArray>& k_norm,
-             float norm_eps, float q_scale) {
-            new (self) QueryKeyArrays{rotations, q_norm, k_norm, norm_eps, q_scale};
+          [](QueryKeyArrays* self, const std::optional<FloatTable>& rotations, bool is_interleaved,
+             const Array& q_norm, const Array& k_norm, const Array& v_norm, float norm_eps,
+             bool norms_follow_rope, float q_scale, const Array& position_scales) {
+            new (self) QueryKeyArrays{rotations, is_interleaved,    q_norm,  k_norm,         v_norm,
+                                      norm_eps,  norms_follow_rope, q_scale, position_scales};
           },
-          nb::kw_only(), nb::arg("rotations").noconvert(), nb::arg("q_norm").none(),
-          nb::arg("k_norm").none(), nb::arg("norm_eps"), nb::arg("q_scale"));
+          nb::kw_only(), nb::arg("rotations").noconvert().none(), nb::arg("is_interleaved") = false,
+          nb::arg("q_norm").noconvert().none(), nb::arg("k_norm").noconvert().none(),
+          nb::arg("v_norm").noconvert().none() = nb::none(), nb::arg("norm_eps"),
+          nb::arg("norms_follow_rope") = false, nb::arg("q_scale"),
+          nb::arg("position_scales").noconvert().none() = nb::none());
   nb::class_<LayerMemory>(module, "LayerMemory")
       .def(
           "__init__",
-          [](LayerMemory* self, const Bytes& raw, int64_t num_blocks) {
+          [](LayerMemory* self, const Bytes& raw, int64_t num_blocks, int64_t offset_bytes) {
             if (num_blocks < 1) throw nb::value_error("num_blocks must be positive");
-            new (self) LayerMemory{raw, num_blocks};
+            if (offset_bytes < 0) throw nb::value_error("offset_bytes must not be negative");
+            new (self) LayerMemory{raw, num_blocks, offset_bytes};
           },
-          nb::arg("raw").noconvert(), nb::arg("num_blocks"));
+          nb::arg("raw").noconvert(), nb::arg("num_blocks"), nb::arg("offset_bytes"));
   nb::class_<BatchArrays>(module, "BatchArrays")
       .def(nb::init<StepArray<int64_t, 1>, StepArray<int64_t, 1>, StepArray<int64_t, 1>,
                     StepArray<int32_t, 1>, StepArray<int32_t, 1>>(),
@@ -123,15 +143,16 @@ void bind_program(nb::module_& module) {
   bind_weights(module);
   bind_records(module);
   bind_attention_records(module);
+  bind_stack_records(module);
+  bind_stack_sizes(module);
   // Whatever an instruction reads must outlive it: weights, norms, tables and KV memory.
   using Builder = ProgramBuilder;
-  nb::class_<Builder>(module, "Program")
+  nb::class_<Builder> program(module, "Program");
+  program
       .def(nb::init<ThreadTeam&, const ProgramSizes&, const std::vector<SlotSpec>&>(),
            nb::arg("team"), nb::arg("sizes"), nb::arg("slots"), nb::keep_alive<1, 2>())
       .def("embedding", &Builder::embedding, nb::arg("table"), nb::arg("first_row"), nb::arg("out"),
            nb::keep_alive<1, 2>())
-      .def("rms_norm", &Builder::rms_norm, nb::arg("weight").noconvert(), nb::arg("eps"),
-           nb::arg("x"), nb::arg("out"), nb::keep_alive<1, 2>())
       .def("pack", &Builder::pack, nb::arg("x"), nb::arg("norm").noconvert().none(), nb::arg("eps"),
            nb::arg("weight"), nb::arg("out_slot"), nb::keep_alive<1, 3>(), nb::keep_alive<1, 5>())
       .def("linear", &Builder::linear, nb::arg("x_slot"), nb::arg("weight"),
@@ -140,14 +161,15 @@ void bind_program(nb::module_& module) {
       .def("gated_pack", &Builder::gated_pack, nb::arg("x_slot"), nb::arg("weight"),
            nb::arg("bias").noconvert().none(), nb::arg("activation"), nb::arg("next"),
            nb::arg("out"), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>())
-      .def("add", &Builder::add_values, nb::arg("a_slot"), nb::arg("b_slot"), nb::arg("out"))
       .def("select_rows", &Builder::select_rows, nb::arg("x"), nb::arg("out_slot"))
       .def("attention_group", &Builder::attention_group, nb::arg("group"), nb::arg("shape"),
            nb::arg("num_blocks"))
       .def("store_qkv", &Builder::store_qkv, nb::arg("group"), nb::arg("memory"), nb::arg("arrays"),
-           nb::arg("qkv"), nb::arg("q_slot"), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>())
+           nb::arg("q"), nb::arg("k").none(), nb::arg("v").none(), nb::arg("q_slot"),
+           nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>())
       .def("attend", &Builder::attend, nb::arg("group"), nb::arg("memory"), nb::arg("q_slot"),
-           nb::arg("out"), nb::keep_alive<1, 3>())
+           nb::arg("out"), nb::arg("soft_cap"), nb::arg("sinks").noconvert().none(),
+           nb::keep_alive<1, 3>(), nb::keep_alive<1, 7>())
       .def("end_segment", &Builder::end_segment)
       .def("finish", &Builder::finish)
       .def("begin", &Builder::begin, nb::arg("batch"), nb::arg("groups"))
@@ -159,6 +181,8 @@ void bind_program(nb::module_& module) {
           },
           nb::arg("operand"))
       .def_prop_ro("num_segments", &Builder::num_segments);
+  bind_rowwise(program);
+  bind_stacks(program);
 }
 
 }  // namespace kvloom

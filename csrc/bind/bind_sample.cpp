@@ -138,6 +138,8 @@ class TokenSampler {
     }
   }
 
+  size_t scratch_bytes() const { return scratch_.size() * SampleScratch::num_bytes(vocab_size_); }
+
   // chosen [2, num_rows] gets token ids, then statuses.
   void sample(const Logits& logits, const In<uint8_t, 2>& records, const Out<int32_t, 2>& chosen,
               const Edits& edits, const Scores& scores) {
@@ -181,7 +183,7 @@ class TokenSampler {
                 num_top.data()[i] <= static_cast<int64_t>(scores.top_ids.shape(1)),
             "num_top is more than top_ids has room for");
     }
-    ScoreArgs args{};
+    TokenScoreArgs args{};
     args.logits = logits.data();
     args.logits_stride = logits.stride(0);
     args.vocab_size = vocab_size_;
@@ -208,7 +210,8 @@ class TokenSampler {
     // Waking the other threads takes longer than one row.
     if (num_items == 1) return function(0, *scratch_[0]);
     team_.run([&](int thread) noexcept {
-      team_.for_each_item(num_items, [&](int64_t item) { function(item, *scratch_[thread]); });
+      team_.for_each_item(thread, num_items,
+                          [&](int64_t item) { function(item, *scratch_[thread]); });
     });
   }
 
@@ -238,6 +241,7 @@ void bind_sample(nb::module_& module) {
   nb::class_<TokenSampler>(module, "TokenSampler", "Chooses and scores tokens of rows of logits.")
       .def(nb::init<ThreadTeam&, int64_t>(), nb::arg("team"), nb::arg("vocab_size"),
            nb::keep_alive<1, 2>())
+      .def_prop_ro("scratch_bytes", &TokenSampler::scratch_bytes, "Bytes of all threads.")
       .def("sample", &TokenSampler::sample, nb::arg("logits").noconvert(),
            nb::arg("records").noconvert(), nb::arg("chosen").noconvert(), nb::arg("edits"),
            nb::arg("scores"))

@@ -32,9 +32,9 @@ struct Counts {
 void count_region(ThreadTeam& team, Counts& counts, int64_t num_before) {
   const int64_t num_items = static_cast<int64_t>(counts.visits.size());
   std::atomic<int64_t> num_done{0};
-  team.run([&](int) noexcept {
+  team.run([&](int thread) noexcept {
     for (int64_t round = 1; round <= 2; ++round) {
-      team.for_each_item(num_items, [&](int64_t item) {
+      team.for_each_item(thread, num_items, [&](int64_t item) {
         counts.visits[static_cast<size_t>(item)].fetch_add(1);
         num_done.fetch_add(1);
       });

@@ -11,21 +11,18 @@
 #include <utility>
 #include <vector>
 
-#include "kvloom/program_attention.hpp"
 #include "kvloom/program_instructions.hpp"
+#include "program_heads.hpp"
 #include "program_step.hpp"
 #include "program_weights.hpp"
 
 namespace kvloom {
 
-using FloatArray = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using FloatTable = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using Bytes = nb::ndarray<int8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
 constexpr std::pair<const char*, Activation> kActivations[] = {
-    {"silu", Activation::Silu}, {"gelu", Activation::Gelu}, {"gelu_tanh", Activation::GeluTanh}};
-constexpr std::pair<const char*, KVFormat> kKVFormats[] = {
-    {"float32", KVFormat::F32}, {"bfloat16", KVFormat::BF16}, {"int8", KVFormat::INT8}};
+    {"silu", Activation::Silu},
+    {"gelu", Activation::Gelu},
+    {"gelu_tanh", Activation::GeluTanh},
+    {"swiglu_clamped", Activation::SwigluClamped}};
 
 // The sizes that a program is made for, as Python gives them.
 struct ProgramSizes {
@@ -33,53 +30,6 @@ struct ProgramSizes {
   int max_num_rows = 0;
   int max_num_requests = 0;
   int max_model_len = 0;
-};
-
-// Heads and blocks of one KV cache group.
-struct GroupShape {
-  std::string kv_format;
-  int block_size = 0;
-  int num_heads = 0;
-  int num_kv_heads = 0;
-  int head_size = 0;
-  int head_size_v = 0;
-};
-
-inline void check(bool is_valid, const char* message) {
-  if (!is_valid) throw nb::value_error(message);
-}
-
-inline AttentionShape checked_heads(const GroupShape& shape) {
-  check(shape.block_size <= 1 << 16 && shape.num_kv_heads <= 1 << 12,
-        "attention: sizes are out of range");
-  AttentionShape heads;
-  heads.layout = {named(kKVFormats, shape.kv_format), shape.block_size, shape.num_kv_heads,
-                  shape.head_size, shape.head_size_v};
-  heads.num_heads = shape.num_heads;
-  if (const char* problem = heads.layout.problem()) throw nb::value_error(problem);
-  check(shape.num_heads >= 1 && shape.num_heads <= 1 << 12 &&
-            shape.num_heads % shape.num_kv_heads == 0,
-        "attention: heads do not share KV heads evenly");
-  return heads;
-}
-
-inline AttentionLimits checked_limits(int num_threads, int max_model_len) {
-  check(num_threads >= 1 && num_threads <= 1 << 12, "num_threads is out of range");
-  check(max_model_len >= 1 && max_model_len <= 1 << 24, "max_model_len is out of range");
-  return {num_threads, max_model_len};
-}
-
-// The norms over heads and the rotation of an attention layer, as arrays.
-struct QueryKeyArrays {
-  FloatTable rotations;
-  std::optional<FloatArray> q_norm, k_norm;
-  float norm_eps = 0.0f;
-  float q_scale = 0.0f;
-};
-
-struct LayerMemory {
-  Bytes raw;
-  int64_t num_blocks = 0;
 };
 
 class ProgramBuilder {
@@ -97,20 +47,11 @@ class ProgramBuilder {
   }
 
   void embedding(const Weight& table, int64_t first_row, const Operand& out) {
-    check_floats(out);
+    check_result(out);
     check(table.packed().num_inputs == out.width, "embedding: width is not the table's");
     check(table.packed().order == OutputOrder::Plain, "embedding: rows must lie in order");
     check(first_row >= 0 && first_row <= INT32_MAX, "embedding: first_row is out of range");
     add<EmbeddingInstruction>(table.packed(), static_cast<int>(first_row), out);
-  }
-
-  void rms_norm(const FloatArray& weight, float eps, const Operand& x, const Operand& out) {
-    check_floats(x);
-    check_floats(out);
-    check(x.width == out.width && x.rows == out.rows, "rms_norm: shapes differ");
-    const NormWeight norm{weight.data(), static_cast<int>(weight.shape(0)), eps};
-    check(norm.size >= 1 && x.width % norm.size == 0, "rms_norm: the weight does not fit");
-    add<RmsNormInstruction>(norm, x, out);
   }
 
   void pack(const Operand& x, const std::optional<FloatArray>& norm, float eps,
@@ -134,7 +75,7 @@ class ProgramBuilder {
     constexpr std::pair<const char*, EpilogueKind> kinds[] = {{"store", EpilogueKind::Store},
                                                               {"add", EpilogueKind::Add},
                                                               {"gated", EpilogueKind::GatedStore}};
-    check_floats(out);
+    check_result(out);
     ProductResult result;
     result.kind = named(kinds, kind);
     result.out = out;
@@ -157,13 +98,6 @@ class ProgramBuilder {
     check_packed(result.packed_for, out, out.slot);
     check_product(weight.packed(), x_slot, result, bias);
     add<GemmInstruction>(weight.packed(), x_slot, result);
-  }
-
-  void add_values(int a_slot, int b_slot, const Operand& out) {
-    check_floats(out);
-    check_floats({a_slot, out.rows, out.width});
-    check_floats({b_slot, out.rows, out.width});
-    add<AddInstruction>(a_slot, b_slot, out);
   }
 
   void select_rows(const Operand& x, int out_slot) {
@@ -189,29 +123,33 @@ class ProgramBuilder {
     return static_cast<int>(attention_groups_.size()) - 1;
   }
 
+  // Without k and v nothing is stored; latent layouts have no v.
   void store_qkv(int group_index, const LayerMemory& memory, const QueryKeyArrays& arrays,
-                 const Operand& qkv, int q_slot) {
+                 const Columns& q, const std::optional<Columns>& k, const std::optional<Columns>& v,
+                 int q_slot) {
     const AttentionGroup& group = attention_group_at(group_index);
     const AttentionShape& shape = group.plan().shape();
     const KVLayout& layout = shape.layout;
-    check_floats(qkv);
-    check(qkv.rows == RowCount::Tokens, "store_qkv: x must have a row per token");
-    check(qkv.width == (shape.num_heads + layout.num_kv_heads) * layout.head_size +
-                           layout.num_kv_heads * layout.head_size_v,
-          "store_qkv: width is not that of all heads");
+    check(v.has_value() == (k.has_value() && !layout.is_latent), "store_qkv: k and v, or neither");
+    check_columns(q, shape.num_heads * layout.head_size);
+    if (k) check_columns(*k, layout.num_kv_heads * layout.head_size);
+    if (v) check_columns(*v, layout.num_kv_heads * layout.head_size_v);
     check_queries(shape, q_slot);
-    add<StoreQkvInstruction>(group, storage_of(memory, group), form_of(arrays, layout.head_size),
-                             qkv.slot, q_slot);
+    const QueryKeyForm form = checked_form(arrays, layout, &num_positions_);
+    const QueryKeyValue heads = {q, k.value_or(Columns{}), v.value_or(Columns{})};
+    add<StoreQkvInstruction>(group, storage_of(memory, group), form, heads, q_slot);
   }
 
-  void attend(int group_index, const LayerMemory& memory, int q_slot, const Operand& out) {
+  void attend(int group_index, const LayerMemory& memory, int q_slot, const Operand& out,
+              float soft_cap, const std::optional<FloatArray>& sinks) {
     const AttentionGroup& group = attention_group_at(group_index);
     const AttentionShape& shape = group.plan().shape();
     check_queries(shape, q_slot);
     check_floats(out);
     check(out.rows == RowCount::Tokens && out.width == shape.num_heads * shape.layout.head_size_v,
           "attend: width is not that of all heads");
-    add<AttendInstruction>(group, storage_of(memory, group), q_slot, out.slot);
+    const AttentionScoring scoring = checked_scoring(soft_cap, sinks, shape.num_heads);
+    add<AttendInstruction>(group, storage_of(memory, group), scoring, q_slot, out.slot);
   }
 
   void end_segment() { program_->end_segment(); }
@@ -219,7 +157,8 @@ class ProgramBuilder {
   // After the last instruction.
   void finish() {
     program_->finish();
-    const StepLimits limits{sizes_.max_num_tokens, sizes_.max_num_requests, max_position()};
+    const StepLimits limits{sizes_.max_num_tokens, sizes_.max_num_rows, sizes_.max_num_requests,
+                            max_position()};
     step_ = std::make_unique<CheckedStep>(limits, groups_);
   }
 
@@ -247,7 +186,7 @@ class ProgramBuilder {
   // The f32 rows of this step in a slot: valid until the next step begins.
   nb::ndarray<nb::numpy, float, nb::ndim<2>> view(const Operand& operand, nb::handle owner) {
     check(has_begun_, "begin a step first");
-    check_floats(operand);
+    check_result(operand);
     const size_t num_rows = static_cast<size_t>(num_rows_of(step_->step(), operand.rows));
     return {program_->arena().floats(operand.slot),
             {num_rows, static_cast<size_t>(operand.width)},
@@ -256,18 +195,7 @@ class ProgramBuilder {
 
   int num_segments() const { return program_->num_segments(); }
 
- private:
-  // Set and reset while the GIL is held, so that a second Python thread finds it set.
-  class Busy {
-   public:
-    explicit Busy(bool& flag) : flag_(flag) { flag_ = true; }
-    ~Busy() { flag_ = false; }
-    Busy(const Busy&) = delete;
-    Busy& operator=(const Busy&) = delete;
-
-   private:
-    bool& flag_;
-  };
+  // ---- For the builders of other instructions: build_rowwise.hpp, build_stacks.hpp ----
 
   template <class T, class... Arguments>
   void add(Arguments&&... arguments) {
@@ -284,8 +212,17 @@ class ProgramBuilder {
 
   void check_floats(const Operand& operand) const {
     const SlotSpec& slot = check_slot(operand.slot, operand.rows);
-    check(operand.width >= 1 && slot.row_bytes >= operand.width * sizeof(float),
+    check(operand.width >= 1 && operand.first >= 0 && operand.stride >= 0 &&
+              int64_t{operand.first} + operand.width <= operand.row_stride(),
+          "the columns are not within their rows");
+    check(slot.row_bytes >= static_cast<size_t>(operand.row_stride()) * sizeof(float),
           "the slot's rows are too short");
+  }
+
+  // Rows that an instruction writes.
+  void check_result(const Operand& out) const {
+    check_floats(out);
+    check(out.row_stride() == out.width, "results must be whole rows");
   }
 
   // Rows packed for a weight, in whichever form the number of rows asks for.
@@ -294,6 +231,21 @@ class ProgramBuilder {
                                  packed_rows_bytes(row_format_for(weight, 1 << 20), 1, rows.width));
     check(check_slot(slot, rows.rows).row_bytes >= most, "the slot is too small for packed rows");
   }
+
+  const ProgramSizes& sizes() const { return sizes_; }
+
+ private:
+  // Set and reset while the GIL is held, so that a second Python thread finds it set.
+  class Busy {
+   public:
+    explicit Busy(bool& flag) : flag_(flag) { flag_ = true; }
+    ~Busy() { flag_ = false; }
+    Busy(const Busy&) = delete;
+    Busy& operator=(const Busy&) = delete;
+
+   private:
+    bool& flag_;
+  };
 
   void check_product(const PackedWeight& weight, int x_slot, ProductResult& result,
                      const std::optional<FloatArray>& bias) const {
@@ -321,46 +273,26 @@ class ProgramBuilder {
     return *attention_groups_[index];
   }
 
+  void check_columns(const Columns& columns, int width) const {
+    check(columns.first >= 0 && columns.first <= columns.stride - width,
+          "the heads lie outside of their rows");
+    check_floats({columns.slot, RowCount::Tokens, columns.stride});
+  }
+
   KVStorage storage_of(const LayerMemory& memory, const AttentionGroup& group) const {
-    const int64_t num_blocks = groups_[group.group()].num_blocks;
-    check(memory.num_blocks >= num_blocks, "attention: the layer has fewer blocks than its group");
-    const auto stride = static_cast<int64_t>(memory.raw.shape(0)) / memory.num_blocks;
-    check(stride >= static_cast<int64_t>(group.plan().shape().layout.block_bytes()),
-          "attention: the layer's memory is too small");
-    return {reinterpret_cast<char*>(memory.raw.data()), stride};
+    check(memory.num_blocks >= groups_[group.group()].num_blocks,
+          "attention: the layer has fewer blocks than its group");
+    return checked_storage(memory, group.plan().shape().layout);
   }
 
-  QueryKeyForm form_of(const QueryKeyArrays& arrays, int head_size) {
-    QueryKeyForm form;
-    const size_t columns = arrays.rotations.shape(1);
-    check(columns % 2 == 0 && columns <= static_cast<size_t>(head_size),
-          "rope: more pairs than a head has");
-    const int rows = static_cast<int>(std::min<size_t>(arrays.rotations.shape(0), 1 << 28));
-    check(rows >= 1, "rope: the table is empty");
-    num_rotations_ = std::min(num_rotations_, rows);
-    form.rotations = arrays.rotations.data();
-    form.num_pairs = static_cast<int>(columns / 2);
-    form.q_norm = head_norm(arrays.q_norm, head_size);
-    form.k_norm = head_norm(arrays.k_norm, head_size);
-    form.norm_eps = arrays.norm_eps;
-    form.q_scale = arrays.q_scale;
-    return form;
-  }
-
-  static const float* head_norm(const std::optional<FloatArray>& norm, int head_size) {
-    if (!norm) return nullptr;
-    check(norm->shape(0) == static_cast<size_t>(head_size), "the heads' norm does not fit");
-    return norm->data();
-  }
-
-  int max_position() const { return std::min(sizes_.max_model_len, num_rotations_); }
+  int max_position() const { return std::min(sizes_.max_model_len, num_positions_); }
 
   ProgramSizes sizes_;
   std::vector<SlotSpec> slots_;
   int num_threads_;
   std::vector<GroupLimits> groups_;
   std::vector<const AttentionGroup*> attention_groups_;
-  int num_rotations_ = 1 << 28;
+  int num_positions_ = 1 << 28;  // that every table of positions has
   bool has_begun_ = false;
   bool is_busy_ = false;  // a thread is inside begin or run_segment
   std::unique_ptr<Program> program_;

@@ -35,6 +35,7 @@ struct GroupArrays {
 // What the numbers of a step must lie below.
 struct StepLimits {
   int max_num_tokens = 0;
+  int max_num_rows = 0;
   int max_num_requests = 0;
   int max_model_len = 0;
 };
@@ -76,7 +77,8 @@ class CheckedStep {
     check(num_tokens <= static_cast<size_t>(limits_.max_num_tokens),
           "the step has more tokens than the program was made for");
     check(batch.positions.shape(0) == num_tokens, "positions: one per token");
-    check(batch.logits_rows.shape(0) <= num_tokens, "logits_rows: no more than tokens");
+    check(batch.logits_rows.shape(0) <= static_cast<size_t>(limits_.max_num_rows),
+          "the step has more rows of logits than the program was made for");
     token_ids_.resize(num_tokens);
     positions_.resize(num_tokens);
     for (size_t i = 0; i < num_tokens; ++i) {

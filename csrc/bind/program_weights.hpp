@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -11,6 +12,7 @@
 #include "kvloom/arena.hpp"
 #include "kvloom/format.hpp"
 #include "kvloom/pack_weights.hpp"
+#include "kvloom/stack.hpp"
 
 namespace kvloom {
 
@@ -38,69 +40,99 @@ inline int checked_size(int64_t size, const char* what) {
   return static_cast<int>(size);
 }
 
-// What a weight is, before it has memory.
+// What a weight is, before it has memory: a matrix, or a stack of them.
 struct WeightShape {
   Format format;
   OutputOrder order;
   int num_outputs;
   int num_inputs;
+  int num_matrices;
 
-  size_t num_bytes() const { return packed_weight_bytes(format, order, num_outputs, num_inputs); }
+  size_t num_bytes() const {
+    return packed_weight_bytes(format, order, num_outputs, num_inputs) *
+           static_cast<size_t>(num_matrices);
+  }
 };
 
 // A packed weight that owns (a share of) its memory.
 class Weight {
  public:
   Weight(const WeightShape& shape, RegionPiece memory)
-      : packed_{shape.format, shape.order, shape.num_outputs, shape.num_inputs, memory.data},
+      : stack_{{shape.format, shape.order, shape.num_outputs, shape.num_inputs, memory.data},
+               shape.num_matrices},
         memory_(std::move(memory)) {}
 
-  // Pack rows of a checkpoint: bytes [num_rows, row_bytes], to outputs first_output and on.
+  // Pack rows of a checkpoint: bytes [num_rows, row_bytes], to outputs first_row and on, those of
+  // one matrix after those of another.
   void pack(const std::string& source_format,
             const nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>& rows,
-            int64_t first_output) {
+            int64_t first_row) {
     const SourceFormat format = named(kSourceFormats, source_format);
-    if (!can_pack(format, packed_.format)) {
+    const PackedWeight& packed = stack_.first;
+    if (!can_pack(format, packed.format)) {
       throw nb::value_error("rows of this format cannot be packed without a change of values");
     }
-    if (is_block_format(format) && packed_.num_inputs % kGroupInputs != 0) {
+    if (is_block_format(format) && packed.num_inputs % kGroupInputs != 0) {
       throw nb::value_error("blocks of 32 values need a row of whole blocks");
     }
-    if (rows.shape(1) != source_row_bytes(format, packed_.num_inputs)) {
+    if (rows.shape(1) != source_row_bytes(format, packed.num_inputs)) {
       throw nb::value_error("rows do not have the bytes of num_inputs values");
     }
     const auto num_rows = static_cast<int64_t>(rows.shape(0));
-    if (first_output < 0 || num_rows > packed_.num_outputs - first_output) {
+    const int64_t most = int64_t{packed.num_outputs} * stack_.num_matrices;
+    if (first_row < 0 || num_rows > most - first_row) {
       throw nb::value_error("there are more rows than outputs");
     }
-    const WeightSource source{format, rows.data(), static_cast<int>(first_output),
-                              static_cast<int>(num_rows)};
     nb::gil_scoped_release unlocked;
-    pack_outputs(packed_, source);
+    pack_stack(format, rows.data(), {first_row, num_rows});
   }
 
-  const PackedWeight& packed() const { return packed_; }
+  // The only matrix.
+  const PackedWeight& packed() const {
+    if (stack_.num_matrices != 1) throw nb::value_error("a stack of matrices is no matrix");
+    return stack_.first;
+  }
+  const PackedStack& stack() const { return stack_; }
   size_t num_bytes() const { return memory_.num_bytes; }
   const char* format_name() const {
     for (const auto& [name, format] : kFormats) {
-      if (format == packed_.format) return name;
+      if (format == stack_.first.format) return name;
     }
     return "";
   }
 
  private:
-  PackedWeight packed_;
+  struct RowRange {
+    int64_t first;
+    int64_t count;
+  };
+
+  void pack_stack(SourceFormat format, const uint8_t* data, RowRange rows) {
+    const int64_t num_outputs = stack_.first.num_outputs;
+    const size_t row_bytes = source_row_bytes(format, stack_.first.num_inputs);
+    while (rows.count > 0) {
+      const int64_t first_output = rows.first % num_outputs;
+      const int64_t count = std::min(rows.count, num_outputs - first_output);
+      pack_outputs(stack_.at(static_cast<int>(rows.first / num_outputs)),
+                   {format, data, static_cast<int>(first_output), static_cast<int>(count)});
+      data += row_bytes * static_cast<size_t>(count);
+      rows = {rows.first + count, rows.count - count};
+    }
+  }
+
+  PackedStack stack_;
   RegionPiece memory_;
 };
 
 class WeightPool {
  public:
-  Weight allocate(const std::string& format, bool is_gated, int64_t num_outputs,
-                  int64_t num_inputs) {
+  Weight allocate(const std::string& format, bool is_gated, int64_t num_outputs, int64_t num_inputs,
+                  int64_t num_matrices) {
     const WeightShape shape{named(kFormats, format),
                             is_gated ? OutputOrder::GateUp : OutputOrder::Plain,
                             checked_size(num_outputs, "num_outputs is out of range"),
-                            checked_size(num_inputs, "num_inputs is out of range")};
+                            checked_size(num_inputs, "num_inputs is out of range"),
+                            checked_size(num_matrices, "num_matrices is out of range")};
     if (is_gated && num_outputs % 2 != 0) {
       throw nb::value_error("gate and up must have the same number of outputs");
     }

@@ -55,6 +55,7 @@ float read_key(const KVLayout& layout, const char* sub, int token, int i) {
 }
 float read_value(const KVLayout& layout, const char* sub, int token, int i) {
   const int size = layout.head_size_v;
+  if (layout.is_latent) return read_key(layout, sub, token, i);
   const char* values = sub + layout.key_bytes();
   if (layout.format == KVFormat::F32) return as_float(values + (token * size + i) * 4);
   if (layout.format == KVFormat::BF16) {
@@ -81,8 +82,8 @@ struct Queries {
 Queries write_tokens(Layer& layer, int num_tokens, Random& random) {
   const AttentionShape& shape = layer.shape;
   const KVLayout& layout = shape.layout;
-  const int width = (shape.num_heads + layout.num_kv_heads) * layout.head_size +
-                    layout.num_kv_heads * layout.head_size_v;
+  const int num_keys = (shape.num_heads + layout.num_kv_heads) * layout.head_size;
+  const int width = num_keys + (layout.is_latent ? 0 : layout.num_kv_heads * layout.head_size_v);
   const std::vector<float> qkv = random.reals(int64_t{num_tokens} * width);
   const int num_pairs = layout.head_size / 2 - 3;
   const std::vector<float> rotations = random.reals(int64_t{num_tokens} * 2 * num_pairs);
@@ -98,26 +99,37 @@ Queries write_tokens(Layer& layer, int num_tokens, Random& random) {
   args.storage = layer.storage;
   args.num_heads = shape.num_heads;
   args.num_tokens = num_tokens;
-  args.qkv = qkv.data();
-  args.qkv_stride = width;
+  args.q = {qkv.data(), width};
+  args.k = {qkv.data() + shape.num_heads * layout.head_size, width};
+  if (!layout.is_latent) args.v = {qkv.data() + num_keys, width};
   args.positions = positions.data();
   args.slots = slots.data();
-  args.rotations = rotations.data();
-  args.num_pairs = num_pairs;
-  args.q_scale = 1.5f;
-  args.q = q.data(layout.format);
+  args.form.rotations = rotations.data();
+  args.form.num_pairs = num_pairs;
+  args.form.is_interleaved = num_tokens % 2 == 1;
+  args.form.q_scale = 1.5f;
+  args.q_out = q.data(layout.format);
   for (int i = 0; i < kv_write_num_items(args); ++i) kv_write_run_item(args, i);
   return q;
 }
 
-// Queries [first, end) of the one request.
-std::vector<float> attend(const Layer& layer, Queries& q, int first, int end) {
+// A score of each query head that has no value, in some of the tests.
+constexpr float kSinks[] = {2.0f, -3.0f, 0.5f, 7.0f, 1.0f, -1.0f, 0.0f,
+                            4.0f, 3.0f,  2.5f, 6.0f, 0.1f, 5.0f,  -2.0f};
+constexpr float kSoftCap = 3.0f;
+
+// Queries [first, end) of the one request. Columns of the block table that no query sees name a
+// block that is nowhere.
+std::vector<float> attend(const Layer& layer, const AttentionScoring& scoring, Queries& q,
+                          int first, int end) {
   const AttentionShape& shape = layer.shape;
   const KVLayout& layout = shape.layout;
   AttentionPlan plan(shape, {2, 512});
+  std::vector<int32_t> table(layer.table, layer.table + kNumBlocks);
+  std::fill_n(table.begin(), shape.mask.first_visible(first) / layout.block_size, 1 << 30);
   const int32_t query_start[2] = {0, end - first};
   const int32_t seq_len = end;
-  plan.build({1, query_start, &seq_len, layer.table, kNumBlocks});
+  plan.build({1, query_start, &seq_len, table.data(), kNumBlocks});
   const int width = shape.num_heads * layout.head_size_v;
   std::vector<float> out(static_cast<size_t>((end - first) * width));
   std::vector<float> states(attention_states_floats(plan));
@@ -129,13 +141,15 @@ std::vector<float> attend(const Layer& layer, Queries& q, int first, int end) {
                               static_cast<char*>(q.data(layout.format)) + skipped,
                               {out.data(), width, false},
                               states.data(),
-                              scratch.data()};
+                              scratch.data(),
+                              scoring};
   for (int i = plan.num_items() - 1; i >= 0; --i) attention_run_item(args, i, i - 1, i % 2);
   return out;
 }
 
 // The greatest error of one query head's result.
-double error_of(const Layer& layer, const Queries& q, int position, int head, const float* out) {
+double error_of(const Layer& layer, const AttentionScoring& scoring, const Queries& q, int position,
+                int head, const float* out) {
   const KVLayout& layout = layer.shape.layout;
   const size_t at =
       static_cast<size_t>((position * layer.shape.num_heads + head) * layout.head_size);
@@ -144,18 +158,20 @@ double error_of(const Layer& layer, const Queries& q, int position, int head, co
     return sub_block(layout, layer.storage, layer.table[key / layout.block_size],
                      head / layer.shape.heads_per_kv(), key % layout.block_size);
   };
-  for (int key = 0; key <= position; ++key) {
+  const int first_key = layer.shape.mask.first_visible(position);
+  for (int key = first_key; key <= position; ++key) {
     double score = 0;
     for (int i = 0; i < layout.head_size; ++i) {
       score += double{q.at(layout.format, at + static_cast<size_t>(i))} *
                read_key(layout, sub(key), key % 16, i);
     }
-    scores.push_back(score);
+    const double cap = scoring.soft_cap;
+    scores.push_back(cap > 0 ? cap * std::tanh(score / cap) : score);
   }
   const double max = *std::max_element(scores.begin(), scores.end());
-  double total = 0, error = 0;
-  for (int key = 0; key <= position; ++key) {
-    const double weight = std::exp2(scores[static_cast<size_t>(key)] - max);
+  double total = scoring.sinks == nullptr ? 0 : std::exp2(scoring.sinks[head] - max), error = 0;
+  for (int key = first_key; key <= position; ++key) {
+    const double weight = std::exp2(scores[static_cast<size_t>(key - first_key)] - max);
     total += weight;
     for (int i = 0; i < layout.head_size_v; ++i) {
       sums[static_cast<size_t>(i)] += weight * read_value(layout, sub(key), key % 16, i);
@@ -168,19 +184,20 @@ double error_of(const Layer& layer, const Queries& q, int position, int head, co
   return error;
 }
 
-void check_shape(const AttentionShape& shape, double tolerance) {
+void check_shape(const AttentionShape& shape, double tolerance,
+                 const AttentionScoring& scoring = {}) {
   constexpr int kSteps[][2] = {{0, 1}, {0, 19}, {30, 31}, {256, 257}, {250, 290}};
   Random random(5);
   for (const auto& step : kSteps) {
     Layer layer(shape);
     const int first = step[0], end = step[1];
     Queries q = write_tokens(layer, end, random);
-    const std::vector<float> out = attend(layer, q, first, end);
+    const std::vector<float> out = attend(layer, scoring, q, first, end);
     const int size = shape.layout.head_size_v;
     for (int position = first; position < end; position += 5) {
       for (int head = 0; head < shape.num_heads; ++head) {
         const int row = (position - first) * shape.num_heads + head;
-        CHECK(error_of(layer, q, position, head, out.data() + row * size) <= tolerance);
+        CHECK(error_of(layer, scoring, q, position, head, out.data() + row * size) <= tolerance);
       }
     }
   }
@@ -204,6 +221,25 @@ KVLOOM_TEST(attention_equals_its_definition) {
   }
   check_shape({{KVFormat::F32, 16, 1, 80, 112}, 2}, 4e-6);
   check_shape({{KVFormat::BF16, 16, 1, 80, 112}, 2}, 6e-3);
+}
+
+KVLOOM_TEST(masked_attention_equals_its_definition) {
+  constexpr AttentionMask kMasks[] = {{1, 0}, {40, 0}, {256, 0}, {0, 16}, {0, 100}};
+  for (const AttentionMask& mask : kMasks) {
+    AttentionShape shape = {{KVFormat::F32, 16, 2, 32, 64}, 6, mask};
+    check_shape(shape, 4e-6);
+    check_shape(shape, 4e-6, {kSoftCap, kSinks});
+    shape = {{KVFormat::BF16, 32, 1, 64, 32}, 13, mask};
+    check_shape(shape, 6e-3, {0.0f, kSinks});
+    shape = {{KVFormat::INT8, 48, 1, 32, 64}, 2, mask};
+    check_shape(shape, 2e-2, {kSoftCap, nullptr});
+  }
+}
+
+KVLOOM_TEST(latent_attention_equals_its_definition) {
+  check_shape({{KVFormat::F32, 16, 1, 80, 64, true}, 5}, 4e-6);
+  check_shape({{KVFormat::BF16, 32, 1, 80, 64, true}, 14}, 6e-3);
+  check_shape({{KVFormat::BF16, 16, 1, 48, 48, true}, 1, {20, 0}}, 6e-3, {0.0f, kSinks});
 }
 
 KVLOOM_TEST(merging_a_state_that_saw_nothing_changes_nothing) {

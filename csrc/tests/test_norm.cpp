@@ -6,9 +6,10 @@
 #include <vector>
 
 #include "check.hpp"
-#include "kvloom/elementwise.hpp"
 #include "kvloom/embedding.hpp"
 #include "kvloom/norm.hpp"
+#include "kvloom/rowwise.hpp"
+#include "kvloom/select_rows.hpp"
 
 namespace kvloom {
 namespace {
@@ -52,8 +53,12 @@ KVLOOM_TEST(the_fused_norm_packs_what_the_norm_gives) {
         std::vector<float> y(x.size());
         rms_norm_row(x.data(), weight.data(), size, 1e-6f, y.data());
         pack_row({format, kNumRows, size, apart.data()}, row, y.data());
-        rms_norm_pack_row(x.data(), {weight.data(), size, 1e-6f},
-                          {format, kNumRows, size, fused.data()}, row);
+        // In two parts, as two threads may do it.
+        const PackedRows rows{format, kNumRows, size, fused.data()};
+        const int half = num_groups(size) / 2;
+        for (const GroupRange part : {GroupRange{0, half}, GroupRange{half, num_groups(size)}}) {
+          rms_norm_pack_row(x.data(), {weight.data(), size, 1e-6f}, rows, row, part);
+        }
       }
       CHECK(fused == apart);
     }
@@ -66,12 +71,11 @@ KVLOOM_TEST(elementwise_operations_end_where_their_arrays_end) {
     const std::vector<float> a = random.reals(2 * size);
     const std::vector<float> b = random.reals(2 * size);
     std::vector<float> sum(a.size());
-    const AddArgs args{a.data(), b.data(), sum.data(), 2 * size};
-    for (int64_t item = 0; item < add_num_items(args); ++item) add_run_item(args, item);
+    map_run(MapKind::Add, a.data(), b.data(), false, 2 * size, sum.data());
     for (size_t i = 0; i < sum.size(); ++i) CHECK(sum[i] == a[i] + b[i]);
 
     std::vector<float> gated(static_cast<size_t>(size));
-    gated_run_item({a.data(), 2 * size, 1, size, Activation::Silu, gated.data(), size}, 0);
+    gated_run(Activation::Silu, a.data(), a.data() + size, size, gated.data());
     for (int i = 0; i < size; ++i) {
       const double gate = a[static_cast<size_t>(i)];
       const double expected = gate / (1.0 + std::exp(-gate)) * a[static_cast<size_t>(size + i)];

@@ -1,5 +1,6 @@
 // The arena, and programs run on several threads: each item once, whatever the step.
 #include <atomic>
+#include <cstring>
 #include <memory>
 #include <new>
 #include <utility>
@@ -44,31 +45,29 @@ KVLOOM_TEST(pool_hands_out_pieces_apart) {
   for (size_t i = 0; i < pieces.size(); ++i) CHECK(pieces[i].data[0] == i + 1);
 }
 
-KVLOOM_TEST(arena_fits_more_rows_of_logits) {
-  Arena arena({{RowCount::Tokens, 8}, {RowCount::Logits, 12}, {RowCount::Logits, 4}}, {10, 2});
-  uint8_t* const tokens = arena.bytes(0);
-  for (const int num_rows : {1, 1000, 2, 5000, 3}) {
-    arena.fit(num_rows);
-    arena.bytes(1)[12 * num_rows - 1] = 1;
-    arena.bytes(2)[4 * num_rows - 1] = 2;
-    CHECK(arena.bytes(1)[12 * num_rows - 1] == 1);
-    CHECK(is_aligned(arena.bytes(1)) && is_aligned(arena.bytes(2)));
+KVLOOM_TEST(arena_holds_its_slots_apart) {
+  // Rows of 8 bytes for 10 tokens, then of 12 and of 4 for 5 rows of logits.
+  const Arena arena({{RowCount::Tokens, 8}, {RowCount::Logits, 12}, {RowCount::Logits, 4}},
+                    {10, 5});
+  const size_t sizes[] = {80, 60, 20};
+  for (int slot = 0; slot < 3; ++slot) {
+    CHECK(is_aligned(arena.bytes(slot)));
+    std::memset(arena.bytes(slot), slot + 1, sizes[slot]);
   }
-  CHECK(arena.bytes(0) == tokens);
+  for (int slot = 0; slot < 3; ++slot) {
+    for (size_t i = 0; i < sizes[slot]; ++i) CHECK(arena.bytes(slot)[i] == slot + 1);
+  }
 }
 
-KVLOOM_TEST(arena_recovers_from_rows_that_no_memory_holds) {
-  Arena arena({{RowCount::Tokens, 8}, {RowCount::Logits, 1 << 20}}, {10, 2});
+KVLOOM_TEST(arena_refuses_rows_that_no_memory_holds) {
   bool has_failed = false;
   try {
-    arena.fit(1 << 30);  // a petabyte: more than addresses reach
+    // A petabyte: more than addresses reach.
+    const Arena arena({{RowCount::Logits, 1 << 20}}, {1, 1 << 30});
   } catch (const std::bad_alloc&) {
     has_failed = true;
   }
   CHECK(has_failed);
-  arena.fit(2);  // the size it had before must be made anew
-  arena.bytes(1)[(2 << 20) - 1] = 1;
-  CHECK(arena.bytes(1)[(2 << 20) - 1] == 1);
 }
 
 // Counts how often each item runs, and that all items of the instruction before it are done.

@@ -156,6 +156,7 @@ KVLOOM_TEST(partial_vectors_stay_within_their_memory) {
     CHECK(reduce_add(loaded) == 2.0f * static_cast<float>(n) - static_cast<float>(kLanes - n));
     CHECK(reduce_max(loaded) == (n > 0 ? 2.0f : -1.0f));
     CHECK(reduce_add(first_lanes(n)) == -n);
+    CHECK(reduce_max(first_lanes(n)) == (n < kLanes ? 0 : -1));
   }
 }
 
@@ -163,6 +164,7 @@ KVLOOM_TEST(reductions_reach_every_lane) {
   for (int i = 0; i < kLanes; ++i) {
     const vf32 one = lane_index() == broadcast(i) ? broadcast(5.0f) : broadcast(-1.0f);
     CHECK(reduce_max(one) == 5.0f);
+    CHECK(reduce_max(as_i32(one)) == bit_cast<int32_t>(5.0f));
     CHECK(reduce_add(one) == 5.0f - static_cast<float>(kLanes - 1));
   }
 }

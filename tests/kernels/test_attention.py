@@ -22,6 +22,7 @@ from attention_twins import (
     run,
     store,
     to_bf16,
+    uniform_rows,
 )
 from kvloom.dtypes import DType
 from kvloom.kv.spec import FullAttentionSpec
@@ -231,15 +232,6 @@ def test_what_lies_in_unused_slots_changes_nothing(native: ModuleType, format: s
         for r in step:
             assert np.isfinite(got[r]).all()
             assert np.array_equal(got[r], want[r])
-
-
-def uniform_rows(shape: Shape, num_tokens: int, key: float = 0.0) -> Array:
-    """All scores equal: q = 1 and constant keys; the value of token j is j everywhere."""
-    num_q, num_k = shape.num_heads * shape.head_size, shape.num_kv_heads * shape.head_size
-    rows = np.full((num_tokens, num_q + num_k + shape.num_kv_heads * shape.head_size_v), key)
-    rows[:, :num_q] = 1
-    rows[:, num_q + num_k :] = np.arange(num_tokens)[:, None]
-    return rows.astype(np.float32)
 
 
 @pytest.mark.parametrize("key", [0.0, -1e5, 1e5])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvloom.ops.base import Parameter
-from kvloom.ops.reference import ReferenceOps
+from kvloom.ops.reference_ops import ReferenceOps
 
 SIZES = (1, 2, 15, 16, 31, 32, 33, 64, 96, 100, 576, 577)
 EPS = 1e-5
@@ -112,7 +112,7 @@ def test_select_rows(native):
 
 def test_equal_to_the_reference(native):
     x, weight = rows_of(4, 576), rows_of(1, 576, seed=1)[0]
-    parameter = Parameter("norm", (576,), None, (), weight)
+    parameter = Parameter("norm", (576,), None, (), value=weight)
     expected = ReferenceOps(None, None).rms_norm(x, parameter, EPS)
     np.testing.assert_allclose(normalised(native, x, weight), expected, rtol=2e-6)
 

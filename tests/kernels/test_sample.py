@@ -371,3 +371,12 @@ class TestHostileInput:
         sampler = NativeSampler(native, native.ThreadTeam(1), 50)
         with pytest.raises(ValueError, match="vocabulary"):
             sampler.prompt_logprobs(np.zeros((1, 50), np.float32), [token_id], 1)
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_scratch_is_what_each_thread_allocates(native, num_threads):
+    """Doubles of logits, weights and values, three ids, weighted ids; two maxima per 64 logits."""
+    vocab_size = 4096
+    sampler = NativeSampler(native, native.ThreadTeam(num_threads), vocab_size)
+    per_thread = vocab_size * (3 * 8 + 3 * 4 + 16) + vocab_size // 64 * 2 * 8
+    assert sampler.scratch_bytes == num_threads * per_thread

@@ -7,6 +7,7 @@ Prints how many steps were computed and how many calls were refused.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
 import time
@@ -17,12 +18,15 @@ from typing import Any
 import numpy as np
 
 from kvloom.dtypes import DType
-from kvloom.ops.base import AttentionMetadata, Batch, StepSizes
+from kvloom.ops.backend import StepSizes
+from kvloom.ops.base import AttentionMetadata, Batch
 from native_runner import NUM_BLOCKS, Chunk, NativeRunner, make_backend, make_batch
 from tiny_models import CASES
 
 CONFIG = {**CASES["llama_mha_biases"], "head_dim": 32, "max_position_embeddings": 200}
-SIZES = StepSizes(max_num_tokens=96, max_num_reqs=4, max_model_len=200, block_size=16)
+SIZES = StepSizes(
+    max_num_tokens=96, max_num_reqs=4, max_num_rows=96, max_model_len=200, block_size=16
+)
 NUMBERS = (-(2**62), -(2**31), -2, -1, 0, 1, 15, 16, 17, 96, 199, 200, NUM_BLOCKS, 2**31, 2**62)
 REFUSALS = (ValueError, TypeError, OverflowError, MemoryError)
 
@@ -78,44 +82,151 @@ def hostile_batch(rng: random.Random) -> Batch:
     return batch
 
 
+class BadBuilder:
+    """Calls of a program's builder that may or may not fit together."""
+
+    def __init__(self, library: Any, team: Any, rng: random.Random) -> None:
+        self.library, self.rng = library, rng
+        slots = [library.SlotSpec(i == 3, self.pick([4096], [0, 128, 256])) for i in range(4)]
+        most = {f"max_num_{name}": self.pick([1, 8], [-1]) for name in ("tokens", "rows")}
+        length = self.pick([64], [0, 2**40])
+        sizes = library.ProgramSizes(**most, max_num_requests=1, max_model_len=length)
+        self.program = library.Program(team, sizes, slots)
+
+    def pick(self, usual: list[Any], rare: list[Any]) -> Any:
+        return self.rng.choice(rare if self.rng.random() < 0.1 else usual)
+
+    def number(self) -> int:
+        return self.pick([1, 32], [*NUMBERS, 64, 3])
+
+    def slot(self) -> int:
+        return self.pick([0, 1, 2], [-1, 3, 4, 2**31 - 1])
+
+    def operand(self, width: int = 32) -> Any:
+        width = self.pick([width], [1, 4, 32, 64, -1])
+        columns = self.pick([(0, 0)], [(0, 64), (32, 64), (-1, 64), (0, 2**31 - 1)])
+        return self.library.Operand(self.slot(), self.pick([False], [True]), width, *columns)
+
+    def weight(self, num_matrices: int = 1, is_gated: bool = False) -> Any:
+        return self.library.WeightPool().allocate(
+            self.pick(["F32", "Q8"], ["BF16", "Q4"]),
+            is_gated,
+            self.pick([64 if is_gated else 32], [33, 64]),
+            32,
+            self.pick([num_matrices], [1, 2, 0, 2**40]),
+        )
+
+    def vector(self) -> Any:
+        return np.ones(self.pick([32], [1, 2, 64, 128]), np.float32)
+
+    def layer(self) -> Any:
+        rng = self.rng
+        order = self.library.ExpertOrder(2, 2, self.pick([8], [1, 2**30]))
+        return self.library.ExpertLayer(
+            order=order,
+            routes=self.operand(4),
+            scales=self.pick([None, np.ones(2, np.float32)], [self.vector()]),
+            weighs_input=rng.random() < 0.5,
+        )
+
+    def row_calls(self) -> list[Callable[[], Any]]:
+        rng, program, operand, vector = self.rng, self.program, self.operand, self.vector
+        maps = ["add", "multiply", "soft_cap", "silu", "tanh", "relu"]
+        runs = ["rms_norm", "layer_norm", "add_norm", "gaussian_top", "match_rms"]
+        table = np.ones((self.pick([64], [1]), self.pick([2, 32], [3, 64, 0])), np.float32)
+        return [
+            lambda: program.map(rng.choice(maps), operand(), operand(), self.number(), operand()),
+            lambda: program.map_weight(rng.choice(maps), operand(), vector(), operand()),
+            lambda: program.map_number(rng.choice(maps), operand(), 2.0, operand()),
+            lambda: program.run(
+                rng.choice(runs),
+                operand(),
+                rng.choice([None, operand()]),
+                rng.choice([None, vector()]),
+                self.number(),
+                1e-5,
+                operand(),
+            ),
+            lambda: program.gated(operand(64), "swiglu_clamped", operand()),
+            lambda: program.copy(
+                [operand(), operand()], operand(64), self.number(), rng.random() < 0.5
+            ),
+            lambda: program.rotate(table, rng.random() < 0.5, operand(), self.number(), operand()),
+            lambda: program.scale_by_position(table.sum(axis=1), operand(), operand()),
+            lambda: program.select_rows(operand(), self.slot()),
+            lambda: program.embedding(self.weight(), self.number(), operand()),
+        ]
+
+    def product_calls(self) -> list[Callable[[], Any]]:
+        rng, program, operand, weight = self.rng, self.program, self.operand, self.weight
+        slot, bias, layer = self.slot, lambda: rng.choice([None, self.vector()]), self.layer
+
+        def gated(num_matrices: int) -> Any:
+            return weight(num_matrices, is_gated=True)
+
+        return [
+            lambda: program.pack(operand(), bias(), 1e-5, weight(), slot()),
+            lambda: program.linear(slot(), weight(), bias(), "store", "silu", operand()),
+            lambda: program.linear(slot(), gated(1), None, "gated", "gelu", operand()),
+            lambda: program.gated_pack(slot(), gated(1), None, "silu", weight(), operand()),
+            lambda: program.pack_heads(operand(64), weight(2), slot()),
+            lambda: program.head_linear(slot(), weight(2), operand(64)),
+            lambda: program.route(self.routing(), bias(), operand(), operand(4)),
+            lambda: program.pack_experts(layer(), operand(), weight(2), slot()),
+            lambda: program.gate_experts(
+                layer(), slot(), gated(2), None, "silu", weight(2), slot()
+            ),
+            lambda: program.down_experts(layer(), slot(), weight(2), None, operand(64)),
+            lambda: program.sum_experts(layer(), operand(64), operand()),
+        ]
+
+    def routing(self) -> Any:
+        rng = self.rng
+        return self.library.Routing(
+            num_experts=self.pick([32], [1, 64, 0, 2**20]),
+            num_choices=self.pick([2], [1, 16, 0, -1]),
+            score=rng.choice(["softmax", "sigmoid", "softmax_of_chosen"]),
+            is_normalised=rng.random() < 0.5,
+            factor=1.0,
+            num_groups=self.pick([1, 2], [0, 3]),
+            num_chosen_groups=self.pick([1], [2, 5]),
+            group_score=rng.choice(["max", "sum_of_two"]),
+        )
+
+    def other_calls(self) -> list[Callable[[], Any]]:
+        program, library, weight = self.program, self.library, self.weight
+        memory = library.LayerMemory(np.zeros(64, np.int8), 1, self.number() % 80)
+        return [
+            lambda: program.attend(self.number(), memory, 0, self.operand(), 0.0, None),
+            lambda: program.run_segment(self.number()),
+            lambda: program.view(self.operand()),
+            lambda: weight().pack("F32", np.zeros((40, 128), np.uint8), self.number()),
+            lambda: weight().pack("Q8_0", np.zeros((2, 34), np.uint8), self.number()),
+            lambda: library.allocate_bytes(self.rng.choice([-1, 0, 1, 2**62])),
+        ]
+
+    def run(self) -> None:
+        """A step over whatever has been accepted."""
+        self.program.finish()
+        batch = self.library.BatchArrays(
+            token_ids=np.zeros(1, np.int64),
+            positions=np.zeros(1, np.int64),
+            logits_rows=np.zeros(1, np.int64),
+            query_start=np.array([0, 1], np.int32),
+            seq_lens=np.ones(1, np.int32),
+        )
+        self.program.begin(batch, [])
+        self.program.run_segment(0)
+
+
 def build_badly(library: Any, team: Any, rng: random.Random) -> None:
-    """A program of instructions that may or may not fit together."""
-
-    def number() -> int:
-        return rng.choice((*NUMBERS, 32, 64, 3))
-
-    def operand() -> Any:
-        return library.Operand(rng.randint(-1, 3), rng.random() < 0.3, rng.choice([1, 32, 64, -1]))
-
-    slots = [library.SlotSpec(i == 2, rng.choice([0, 128, 256, 4096])) for i in range(3)]
-    sizes = {
-        f"max_num_{name}": rng.choice([1, 8, 0, -1]) for name in ("tokens", "rows", "requests")
-    }
-    made = library.ProgramSizes(**sizes, max_model_len=rng.choice([64, 0, 2**40]))
-    program = library.Program(team, made, slots)
-    weight = library.WeightPool().allocate(
-        rng.choice(["F32", "BF16", "Q8", "Q4"]), rng.random() < 0.3, rng.choice([32, 64, 33]), 32
-    )
-    vector = np.ones(rng.choice([1, 32, 64]), np.float32)
-    calls: list[Callable[[], Any]] = [
-        lambda: program.embedding(weight, number(), operand()),
-        lambda: program.rms_norm(vector, 1e-5, operand(), operand()),
-        lambda: program.pack(operand(), rng.choice([None, vector]), 1e-5, weight, number()),
-        lambda: program.linear(number(), weight, vector, "store", "silu", operand()),
-        lambda: program.linear(1, weight, None, rng.choice(["add", "gated"]), "gelu", operand()),
-        lambda: program.gated_pack(1, weight, None, "silu", weight, operand()),
-        lambda: program.add(number(), 0, operand()),
-        lambda: program.select_rows(operand(), number()),
-        lambda: program.attend(
-            number(), library.LayerMemory(np.zeros(64, np.int8), 1), 0, operand()
-        ),
-        lambda: program.run_segment(number()),
-        lambda: program.view(operand()),
-        lambda: weight.pack("F32", np.zeros((rng.randint(0, 40), 128), np.uint8), number()),
-        lambda: weight.pack("Q8_0", np.zeros((2, 34), np.uint8), rng.randint(-1, 40)),
-        lambda: library.allocate_bytes(rng.choice([-1, 0, 1, 2**62])),
-    ]
-    rng.choice(calls)()
+    """A program of instructions that may or may not fit together; those that do are run."""
+    builder = BadBuilder(library, team, rng)
+    calls = [*builder.row_calls(), *builder.product_calls(), *builder.other_calls()]
+    for _ in range(20):
+        with contextlib.suppress(*REFUSALS):
+            rng.choice(calls)()
+    builder.run()
 
 
 def main(seconds: float, seed: int) -> None:

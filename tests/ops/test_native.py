@@ -12,10 +12,12 @@ import pytest
 
 from kvloom.dtypes import DType
 from kvloom.errors import ConfigError, UnsupportedModelError, WeightsError
-from kvloom.kv.spec import FullAttentionSpec, SlidingWindowSpec
-from kvloom.ops.base import Batch, Ops, StepSizes
+from kvloom.kv.spec import FullAttentionSpec
+from kvloom.ops.backend import StepSizes
+from kvloom.ops.base import Batch
 from kvloom.ops.isa import built_isas, can_run
 from kvloom.ops.reference import ReferenceBackend
+from kvloom.ops.tape import Operation
 from kvloom.runner.collectives import SingleRankCommunicator
 from native_runner import (
     NUM_BLOCKS,
@@ -221,12 +223,17 @@ def test_an_id_outside_the_vocabulary_embeds_as_zeros() -> None:
 
 
 def test_a_step_beyond_the_sizes_is_an_error() -> None:
-    sizes = StepSizes(max_num_tokens=8, max_num_reqs=1, max_model_len=64, block_size=16)
+    sizes = StepSizes(
+        max_num_tokens=8, max_num_reqs=1, max_num_rows=2, max_model_len=64, block_size=16
+    )
     runner = NativeRunner(CONFIGS["llama_gqa"], make_backend(), sizes=sizes)
     with pytest.raises(ValueError, match="tokens"):
         runner.step([Chunk(random_ids(9), make_table(1, 4))])
     with pytest.raises(ValueError, match="requests"):
         runner.step([Chunk([1], make_table(n, 4)) for n in (1, 2)])
+    with pytest.raises(ValueError, match="rows of logits"):
+        runner.step([Chunk(random_ids(3), make_table(1, 4))])
+    assert runner.step([Chunk(random_ids(2), make_table(1, 4))])[0].shape == (2, 48)
 
 
 @pytest.mark.parametrize(
@@ -235,7 +242,6 @@ def test_a_step_beyond_the_sizes_is_an_error() -> None:
         ({"block_size": 8}, "multiples of 16"),
         ({"head_size": 8}, "heads"),
         ({"head_size_v": 1024}, "heads"),
-        ({"sliding_window": 4}, "windows"),
         ({"dtype": DType.FLOAT16}, "float16"),
     ],
 )
@@ -246,15 +252,6 @@ def test_what_the_kernels_do_not_compute_is_refused(spec: dict[str, Any], words:
     raw = backend.allocate_kv(made.page_size_bytes * 2)
     with pytest.raises(ConfigError, match=words):
         backend.view_kv(raw, made, 2)
-
-
-def test_a_window_is_refused() -> None:
-    backend = make_backend()
-    spec = SlidingWindowSpec(
-        block_size=16, num_kv_heads=1, head_size=32, dtype=DType.FLOAT32, sliding_window=16
-    )
-    with pytest.raises(ConfigError, match="window"):
-        backend.view_kv(backend.allocate_kv(spec.page_size_bytes), spec, 1)
 
 
 def test_memory_that_is_too_small_is_refused() -> None:
@@ -274,13 +271,14 @@ def test_a_weight_of_another_shape_is_refused() -> None:
 
 def test_an_operation_nothing_computes_is_refused() -> None:
     class Model:
-        def forward(self, ops: Ops, batch: Batch) -> Any:
-            real = model.forward(ops, batch)
-            return ops.gated_activation(ops.add(real, real), "silu")
+        def forward(self, ops: Any, batch: Batch) -> Any:
+            x = ops.embedding(batch.token_ids, table)
+            ops.operations.append(Operation("convolve", (x,), (x,)))
+            return x
 
     backend = make_backend()
-    model = NativeRunner(LONG, backend).model
-    with pytest.raises(UnsupportedModelError, match="gated_activation"):
+    table = NativeRunner(LONG, backend).model.parameters[0]
+    with pytest.raises(UnsupportedModelError, match="convolve"):
         backend.compile(Model(), SingleRankCommunicator(), SIZES)
 
 
@@ -292,3 +290,5 @@ def test_activation_bytes_grow_with_the_sizes_and_not_with_layers() -> None:
     assert base == deep
     # At least the residual (hidden 32) and one product of 2 x 40 columns in float32.
     assert wide.executable.activation_bytes - base >= 1024 * (32 + 40) * 4
+    few_rows = NativeRunner(LONG, backend, sizes=replace(SIZES, max_num_rows=24))
+    assert base - few_rows.executable.activation_bytes >= 1000 * 48 * 4  # logits of 48 tokens

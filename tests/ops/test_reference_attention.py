@@ -5,109 +5,25 @@ With q = k = 0 all visible keys weigh the same, so v_j = j gives the mean of the
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
-
 import numpy as np
 import pytest
 
 from kvloom.dtypes import DType
-from kvloom.kv.spec import FullAttentionSpec
-from kvloom.ops.base import AttentionMetadata, Batch, KVLayer
-from kvloom.ops.reference import ReferenceBackend
-from kvloom.runner.collectives import SingleRankCommunicator
-
-BLOCK_SIZES = [1, 2, 4, 8, 16]
-SCHEDULES = {"prefill": [10], "decode": [1] * 10, "chunks": [3, 3, 4]}
-HEAD_SIZE = 2
-NAN_BITS = -1  # all bits set is a NaN in float32, float16 and bfloat16
-
-
-@dataclass
-class Piece:
-    """The next tokens of one request in a step, with their q, k, v [num_tokens, heads, size]."""
-
-    request: int
-    q: np.ndarray
-    k: np.ndarray
-    v: np.ndarray
-
-
-class Cache:
-    """One attention layer over a pool filled with NaN; request r owns a shuffled run of blocks."""
-
-    def __init__(self, block_size: int, *, num_requests: int = 1, **spec: Any) -> None:
-        blocks_each = -(-320 // block_size)
-        self.num_blocks = 1 + num_requests * blocks_each
-        ids = 1 + np.random.default_rng(7).permutation(self.num_blocks - 1)
-        self.tables = ids.reshape(num_requests, blocks_each).astype(np.int32)
-        self.num_computed = [0] * num_requests
-        self.block_size = block_size
-        self.backend = ReferenceBackend()
-        defaults = {"num_kv_heads": 1, "head_size": HEAD_SIZE, "dtype": DType.FLOAT32}
-        self.spec = FullAttentionSpec(block_size=block_size, **(defaults | spec))
-        self.raw = self.backend.allocate_kv(self.spec.page_size_bytes * self.num_blocks)
-        self.raw[:] = NAN_BITS
-        storage = self.backend.view_kv(self.raw, self.spec, self.num_blocks)
-        self.layer = KVLayer("layers.0.self_attn", self.spec, 0, storage)
-
-    def slots(self, request: int, num_tokens: int) -> np.ndarray:
-        positions = self.num_computed[request] + np.arange(num_tokens)
-        blocks = self.tables[request][positions // self.block_size].astype(np.int64)
-        return blocks * self.block_size + positions % self.block_size
-
-    def step(self, pieces: Sequence[Piece], scale: float = 1.0, num_padding: int = 0) -> np.ndarray:
-        """[num_tokens + num_padding, num_heads, head_size_v] of all pieces, one after another."""
-        counts = [len(piece.q) for piece in pieces]
-        slots = [self.slots(p.request, n) for p, n in zip(pieces, counts, strict=True)]
-        before = [self.num_computed[p.request] for p in pieces]
-        padding = np.full(num_padding, -1, np.int64)
-        metadata = AttentionMetadata(
-            block_table=self.tables[[p.request for p in pieces]],
-            slot_mapping=np.concatenate([*slots, padding]),
-            query_start=np.cumsum([0, *counts]).astype(np.int32),
-            seq_lens=np.add(before, counts).astype(np.int32),
-            num_computed_tokens=np.array(before, np.int32),
-            block_size=self.block_size,
-        )
-        for piece, count in zip(pieces, counts, strict=True):
-            self.num_computed[piece.request] += count
-        q, k, v = (
-            np.concatenate([getattr(p, name) for p in pieces], dtype=np.float32) for name in "qkv"
-        )
-        pad = ((0, num_padding), (0, 0), (0, 0))
-        q, k, v = (np.pad(x, pad, constant_values=np.nan) for x in (q, k, v))
-        ids = np.zeros(len(q), np.int64)
-        ops = self.backend.ops(Batch(ids, ids, ids, [metadata]), SingleRankCommunicator())
-        return ops.attention(self.layer, q, k, v, scale).reshape(
-            len(q), q.shape[1], self.spec.value_head_size
-        )
-
-
-def constant(num_tokens: int, value: float, num_heads: int = 1) -> np.ndarray:
-    return np.full((num_tokens, num_heads, HEAD_SIZE), value, np.float32)
-
-
-def counting(first: int, num_tokens: int) -> np.ndarray:
-    """v_j = j in every value, for the positions from `first` on."""
-    return constant(num_tokens, 0.0) + np.arange(first, first + num_tokens)[:, None, None]
-
-
-def run_counting(cache: Cache, chunks: Sequence[int], qk: tuple[float, float] = (0.0, 0.0)) -> Any:
-    """Output [num_tokens, head_size] of one request with constant q, k and counting v."""
-    outputs = []
-    for count in chunks:
-        first = cache.num_computed[0]
-        piece = Piece(0, constant(count, qk[0]), constant(count, qk[1]), counting(first, count))
-        outputs.append(cache.step([piece])[:, 0])
-    return np.concatenate(outputs)
-
-
-def mean_of_visible(num_tokens: int) -> np.ndarray:
-    """Position i sees 0..i, whose mean is i / 2."""
-    return np.repeat(np.arange(num_tokens)[:, None] / 2.0, HEAD_SIZE, axis=1)
+from kvloom.ops.base import Attention
+from reference_cache import (
+    BLOCK_SIZES,
+    HEAD_SIZE,
+    NAN_BITS,
+    SCHEDULES,
+    Cache,
+    Piece,
+    constant,
+    counting,
+    dense_attention,
+    mean_of_visible,
+    random_qkv,
+    run_counting,
+)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -146,33 +62,15 @@ def test_query_heads_share_the_kv_head_of_their_group(block_size: int, schedule:
         np.testing.assert_allclose(out, expected, rtol=1e-6)
 
 
-def softmax_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float) -> np.ndarray:
-    """The textbook formula, query by query and head by head, in float64."""
-    out = np.zeros((len(q), q.shape[1], v.shape[2]))
-    for i in range(len(q)):
-        for head in range(q.shape[1]):
-            kv_head = head * k.shape[1] // q.shape[1]
-            scores = [math.fsum(q[i, head] * k[j, kv_head]) * scale for j in range(i + 1)]
-            weights = [math.exp(score - max(scores)) for score in scores]
-            total = sum(weights)
-            out[i, head] = sum(w / total * v[j, kv_head] for j, w in enumerate(weights))
-    return out
-
-
-def random_qkv(num_tokens: int, heads: tuple[int, int], sizes: tuple[int, int]) -> list[np.ndarray]:
-    rng = np.random.default_rng(num_tokens)
-    shapes = [(heads[0], sizes[0]), (heads[1], sizes[0]), (heads[1], sizes[1])]
-    return [rng.standard_normal((num_tokens, *shape)).astype(np.float32) for shape in shapes]
-
-
 @pytest.mark.parametrize("heads", [(1, 1), (4, 2), (3, 1), (4, 4)])
 @pytest.mark.parametrize("block_size", [1, 16, 256])
 def test_equals_the_textbook_formula(block_size: int, heads: tuple[int, int]) -> None:
     q, k, v = random_qkv(37, heads, (6, 4))
     cache = Cache(block_size, num_kv_heads=heads[1], head_size=6, head_size_v=4)
     parts = [slice(0, 1), slice(1, 20), slice(20, 36), slice(36, 37)]
-    out = np.concatenate([cache.step([Piece(0, q[p], k[p], v[p])], scale=0.7) for p in parts])
-    np.testing.assert_allclose(out, softmax_attention(q, k, v, 0.7), atol=2e-6)
+    scoring = Attention(0.7)
+    out = np.concatenate([cache.step([Piece(0, q[p], k[p], v[p])], scoring) for p in parts])
+    np.testing.assert_allclose(out, dense_attention(q, k, v, scoring), atol=2e-6)
 
 
 def test_long_prompts_cross_tiles_of_queries() -> None:

@@ -15,6 +15,7 @@ from kvloom.ops import rewrites
 from kvloom.ops.base import Batch, Ops
 from kvloom.ops.reference import ReferenceBackend
 from kvloom.ops.tape import Rows, Tape, record, replay
+from tiny_families import ALL_CASES
 from tiny_models import CASES, TinyRunner, build_loaded, make_token_ids, run_ranks
 
 BACKEND = ReferenceBackend()
@@ -24,7 +25,9 @@ REWRITES: dict[str, Callable[[Tape], Tape]] = {
     "fuse_attention": rewrites.fuse_attention,
     "fuse_gate": rewrites.fuse_gate,
     "fuse_residual": rewrites.fuse_residual,
+    "fuse_residual_norm": rewrites.fuse_residual_norm,
     "pack_rows": rewrites.pack_rows,
+    "pack_stacks": rewrites.pack_stacks,
     "fuse_gate_pack": lambda tape: rewrites.fuse_gate_pack(
         rewrites.pack_rows(rewrites.fuse_gate(tape))
     ),
@@ -57,9 +60,9 @@ def run_chunks(model: Any, case: str, communicator: Any = None) -> np.ndarray:
 
 
 @pytest.mark.parametrize("rewrite", REWRITES)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ALL_CASES)
 def test_replay_equals_the_model(case: str, rewrite: str) -> None:
-    model = build_loaded(CASES[case], BACKEND)
+    model = build_loaded(ALL_CASES[case], BACKEND)
     tape = REWRITES[rewrite](record(model))
     expected = run_chunks(model, case)
     np.testing.assert_allclose(run_chunks(Replayed(model, tape), case), expected, rtol=0, atol=1e-5)

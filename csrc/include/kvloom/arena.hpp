@@ -8,7 +8,6 @@
 #include <cstdint>
 #include <memory>
 #include <new>
-#include <utility>
 #include <vector>
 
 #include "kvloom/step.hpp"
@@ -95,53 +94,35 @@ struct StepCapacity {
   int num_rows = 0;
 };
 
-// The memory of a forward pass. Rows of logits may exceed their capacity in a step that scores a
-// prompt: their slots then grow for as long as such steps go on.
+// The memory of a forward pass.
 class Arena {
  public:
-  Arena(std::vector<SlotSpec> slots, StepCapacity capacity)
-      : slots_(std::move(slots)), capacity_(capacity), data_(slots_.size()) {
-    place(RowCount::Tokens, capacity.num_tokens, tokens_);
-    place(RowCount::Logits, capacity.num_rows, rows_);
-  }
-
-  // Make room for a step's rows; pointers to slots of logits rows may change.
-  void fit(int num_rows) {
-    const int wanted = num_rows > capacity_.num_rows ? num_rows : capacity_.num_rows;
-    if (wanted != placed_rows_) place(RowCount::Logits, wanted, rows_);
+  Arena(const std::vector<SlotSpec>& slots, StepCapacity capacity)
+      : region_(arena_bytes(slots, capacity)) {
+    uint8_t* next = region_.data();
+    for (const SlotSpec& slot : slots) {
+      data_.push_back(next);
+      next += slot_bytes(slot, capacity);
+    }
   }
 
   uint8_t* bytes(int slot) const { return data_[slot]; }
   float* floats(int slot) const { return reinterpret_cast<float*>(data_[slot]); }
-  int num_slots() const { return static_cast<int>(slots_.size()); }
 
  private:
-  void place(RowCount rows, int capacity, std::unique_ptr<Region>& region) {
+  static size_t arena_bytes(const std::vector<SlotSpec>& slots, StepCapacity capacity) {
     size_t num_bytes = 0;
-    for (const SlotSpec& slot : slots_) {
-      if (slot.rows == rows) num_bytes += slot_bytes(slot, capacity);
-    }
-    if (rows == RowCount::Logits) placed_rows_ = 0;  // nothing is there if allocating fails
-    region.reset();  // before the new one is there: both together might not fit
-    region = std::make_unique<Region>(num_bytes);
-    uint8_t* next = region->data();
-    for (size_t i = 0; i < slots_.size(); ++i) {
-      if (slots_[i].rows != rows) continue;
-      data_[i] = next;
-      next += slot_bytes(slots_[i], capacity);
-    }
-    if (rows == RowCount::Logits) placed_rows_ = capacity;
+    for (const SlotSpec& slot : slots) num_bytes += slot_bytes(slot, capacity);
+    return num_bytes;
   }
 
-  static size_t slot_bytes(const SlotSpec& slot, int capacity) {
-    return static_cast<size_t>(round_up(slot.row_bytes * capacity, kCacheLineBytes));
+  static size_t slot_bytes(const SlotSpec& slot, StepCapacity capacity) {
+    const int num_rows = slot.rows == RowCount::Tokens ? capacity.num_tokens : capacity.num_rows;
+    return static_cast<size_t>(round_up(slot.row_bytes * num_rows, kCacheLineBytes));
   }
 
-  std::vector<SlotSpec> slots_;
-  StepCapacity capacity_;
-  std::vector<uint8_t*> data_;
-  std::unique_ptr<Region> tokens_, rows_;
-  int placed_rows_ = 0;
+  Region region_;
+  std::vector<uint8_t*> data_;  // by slot
 };
 
 }  // namespace kvloom

@@ -1,157 +1,17 @@
-// Softmax attention over a paged cache, for any mixture of prompts in chunks and single tokens.
+// Softmax attention over a paged cache, for any mixture of prompts in chunks and single tokens,
+// with any mask whose queries see a range of keys.
 //
 // A row's result is the same, bit for bit, whatever else is in the step: see attention_plan.hpp.
+// Nothing is read of blocks left of what the item's first row sees.
 #pragma once
 
-#include <limits>
-
-#include "kvloom/attention_formats.hpp"
-#include "kvloom/attention_plan.hpp"
+#include "kvloom/attention_split.hpp"
 #include "kvloom/softmax_state.hpp"
 
 namespace kvloom {
 
-struct AttentionOutput {
-  void* rows;      // [num_tokens, num_heads * head_size_v]
-  int64_t stride;  // numbers from row to row
-  bool is_bf16;    // else f32
-};
-
-struct AttentionArgs {
-  const AttentionPlan* plan;  // built for this step
-  KVStorage storage;          // of this layer
-  const void* q;              // as kv_write writes it
-  AttentionOutput out;
-  float* states;  // [attention_states_floats(plan)] shared by the threads; layers may share it
-  char* scratch;  // [num_threads][attention_scratch_bytes(shape)]
-};
-
-// Which keys a query sees. Windows and chunks differ in the first one.
-struct FullMask {
-  static constexpr int32_t first_visible(int32_t /*position*/) { return 0; }
-};
-
-inline size_t attention_states_floats(const AttentionPlan& plan) {
-  const int floats = plan.shape().layout.head_size_v + kStateExtraFloats;
-  return static_cast<size_t>(plan.max_num_states()) * static_cast<size_t>(floats);
-}
-
-// ---- A split of an item ----
-
-// The keys of a split's sub-blocks that hold positions below `limit`; returns their number.
-inline int find_keys(const AttentionArgs& args, const AttentionItem& item, int split, int limit,
-                     std::array<const char*, kSplitSubBlocks>* keys) {
-  const AttentionStep& step = args.plan->step();
-  const KVLayout& layout = args.plan->shape().layout;
-  const int first = split * kSplitKeys;
-  const int num_keys = std::min(limit - first, kSplitKeys);
-  const int32_t* blocks = step.block_table + item.request * step.table_stride;
-  const int32_t* block = blocks + first / layout.block_size;
-  int token = first % layout.block_size;
-  int count = 0;
-  for (int key = 0; key < num_keys; key += kSubBlockTokens) {
-    (*keys)[static_cast<size_t>(count++)] =
-        sub_block(layout, args.storage, *block, item.kv_head, token);
-    token += kSubBlockTokens;
-    if (token == layout.block_size) {
-      token = 0;
-      ++block;
-    }
-  }
-  return count;
-}
-
-// Positions below this are visible to some row of the item.
-inline int row_limit(const AttentionArgs& args, const AttentionItem& item) {
-  const int last_row = item.first_row + item.num_rows - 1;
-  return args.plan->step().num_computed(item.request) +
-         last_row / args.plan->shape().heads_per_kv() + 1;
-}
-
-// Values of the last sub-block, with zeros for the tokens from num_tokens on: what is left there by
-// earlier requests may be a NaN, and not even a weight of 0 would silence it.
-inline void copy_tail(const KVLayout& layout, const char* values, int num_tokens, char* tail) {
-  std::memcpy(tail, values, layout.value_bytes());
-  const int size = layout.head_size_v;
-  for (int token = num_tokens; token < kSubBlockTokens; ++token) {
-    if (layout.format == KVFormat::F32) {
-      std::memset(tail + token * size * 4, 0, static_cast<size_t>(size) * 4);
-      continue;
-    }
-    char* numbers = tail + token / 2 * size * 4 + token % 2 * 2;
-    for (int i = 0; i < size; ++i) std::memset(numbers + i * 4, 0, 2);
-  }
-}
-
+// Runs one item; Kernel knows the format of keys and values.
 template <class Kernel>
-SplitView view_split(const AttentionArgs& args, const AttentionItem& item, int split,
-                     const AttentionScratch& scratch) {
-  const KVLayout& layout = args.plan->shape().layout;
-  const int limit = row_limit(args, item);
-  SplitView view;
-  view.num_sub_blocks = find_keys(args, item, split, limit, &view.keys);
-  const size_t count = static_cast<size_t>(view.num_sub_blocks);
-  for (size_t i = 0; i < count; ++i) view.values[i] = view.keys[i] + layout.key_bytes();
-  if (const int rest = limit % kSubBlockTokens;
-      Kernel::kCopiesTail && rest != 0 && limit < (split + 1) * kSplitKeys) {
-    copy_tail(layout, view.values[count - 1], rest, scratch.tail);
-    view.values[count - 1] = scratch.tail;
-  }
-  return view;
-}
-
-// The keys of a split that a row sees, counted from the split's first.
-struct VisibleKeys {
-  int first;
-  int end;
-};
-
-template <class Mask>
-VisibleKeys visible_keys(int position, int split) {
-  const int first = split * kSplitKeys;
-  return {std::max(Mask::first_visible(position) - first, 0), std::max(position + 1 - first, 0)};
-}
-
-constexpr float kUnseen = -std::numeric_limits<float>::infinity();
-
-// Overwrites the scores of unseen keys; returns the greatest score, kUnseen if no key is seen.
-inline float mask_scores(float* scores, VisibleKeys visible, int num_scores) {
-  vf32 greatest = broadcast(kUnseen);
-  for (int i = 0; i < num_scores; i += kLanes) {
-    vf32 x = load(scores + i);
-    if (i < visible.first || i + kLanes > visible.end) {
-      const vi32 is_seen = first_lanes(visible.end - i) & ~first_lanes(visible.first - i);
-      x = is_seen ? x : broadcast(kUnseen);
-      store(scores + i, x);
-    }
-    greatest = vmax(greatest, x);
-  }
-  return reduce_max(greatest);
-}
-
-// Turns the scores of a row, [num_scores], into weights 2^(score - max), 0 for unseen keys. Writes
-// them over the scores, or as bf16 to `rounded`. Returns their sum.
-template <bool kIsBf16>
-float weigh_scores(float* scores, int num_scores, float max, uint16_t* rounded) {
-  const vf32 base = broadcast(max == kUnseen ? 0.0f : max);
-  vf32 total = {};
-  for (int i = 0; i < num_scores; i += kLanes) {
-    const vf32 x = load(scores + i) - base;
-    const vf32 weight = kIsBf16 ? rough_exp2(x) : exp2(x);
-    total = total + weight;
-    if (kIsBf16) {
-      store_bf16(rounded + i, weight);
-    } else {
-      store(scores + i, weight);
-    }
-  }
-  return reduce_add(total);
-}
-
-// ---- An item ----
-
-// Runs one item: Kernel knows the format of keys and values, Mask which keys a query sees.
-template <class Kernel, class Mask>
 class AttentionRun {
  public:
   // next: the item to fetch the first keys of meanwhile, or nullptr.
@@ -188,9 +48,10 @@ class AttentionRun {
     if (!is_part) {
       write_rows(totals);
     } else if (args_.plan->finish_part(item_.merge)) {
-      const RowStates first = part_states(0);
-      for (int split = 1; split < args_.plan->merge(item_.merge).num_splits; ++split) {
-        merge_states(first, part_states(split), item_.num_rows, size_);
+      const AttentionMerge& merge = args_.plan->merge(item_.merge);
+      const RowStates first = part_states(merge.first_split);
+      for (int i = 1; i < merge.num_splits; ++i) {
+        merge_states(first, part_states(merge.first_split + i), item_.num_rows, size_);
       }
       write_rows(first);
     }
@@ -208,7 +69,8 @@ class AttentionRun {
 
   // States of one split of rows that are spread over items.
   RowStates part_states(int split) const {
-    const int first = args_.plan->merge(item_.merge).first_state + split * item_.num_rows;
+    const AttentionMerge& merge = args_.plan->merge(item_.merge);
+    const int first = merge.first_state + (split - merge.first_split) * item_.num_rows;
     const size_t floats = static_cast<size_t>(size_ + kStateExtraFloats);
     return states_at(args_.states + static_cast<size_t>(first) * floats, item_.num_rows, size_);
   }
@@ -226,19 +88,19 @@ class AttentionRun {
   }
 
   void add_split(int split, const RowStates& totals) const {
-    SplitView view = view_split<Kernel>(args_, item_, split, scratch_);
-    const int num_sub_blocks = view.num_sub_blocks;
+    const SplitView whole = view_split<Kernel>(args_, item_, split, scratch_);
     const bool is_first = split == item_.first_split;
     for (int t = 0; t < num_tiles_; ++t) {
       const int first = first_row(t), num_rows = first_row(t + 1) - first;
       const RowStates total = rows_from(totals, first, size_);
-      const int num_keys = rows_[first + num_rows - 1].position + 1 - split * kSplitKeys;
-      if (num_keys <= 0) {
+      const SubBlockRange seen = sub_blocks_of(visible_keys(first, first + num_rows - 1), split);
+      if (seen.first >= seen.end) {
         if (is_first) clear_states(total, num_rows, size_);
         continue;
       }
-      view.num_sub_blocks =
-          std::min(num_sub_blocks, static_cast<int>(cdiv(num_keys, kSubBlockTokens)));
+      SplitView view = whole;
+      view.first = seen.first;
+      view.end = seen.end;
       find_next_keys(split, t + 1 == num_tiles_, &view);
       const RowStates states = is_first ? total : states_at(scratch_.part, kTileRows, size_);
       attend_tile(split, t, view, states);
@@ -246,17 +108,25 @@ class AttentionRun {
     }
   }
 
+  // Keys that some of the item's rows [first, last] see.
+  KeyRange visible_keys(int first, int last) const {
+    return {shape_.mask.first_visible(rows_[first].position), rows_[last].position + 1};
+  }
+
   // Keys to fetch while this split's values are summed: those of the next split, else of the next
   // item.
   void find_next_keys(int split, bool is_last_tile, SplitView* view) const {
     const bool has_more = split + 1 < item_.last_split;
-    int count = 0;
+    SubBlockRange range = {0, 0};
     if (is_last_tile && (has_more || next_ != nullptr)) {
       const AttentionItem& then = has_more ? item_ : *next_;
       const int then_split = has_more ? split + 1 : then.first_split;
-      count = find_keys(args_, then, then_split, row_limit(args_, then), &view->next_keys);
+      range = sub_blocks_of(args_.plan->visible_keys(then), then_split);
+      range.end = std::min(range.end, range.first + view->end - view->first);
+      find_keys(args_, then, then_split, range, view->next_keys.data() + view->first);
     }
-    for (int i = count; i < view->num_sub_blocks; ++i) {  // near already: costs nothing
+    for (int i = view->first + range.end - range.first; i < view->end; ++i) {
+      // Near already: costs nothing.
       view->next_keys[static_cast<size_t>(i)] = view->keys[static_cast<size_t>(i)];
     }
   }
@@ -264,15 +134,17 @@ class AttentionRun {
   // The states of a tile's rows after one split alone.
   void attend_tile(int split, int tile, const SplitView& view, const RowStates& states) const {
     const AttentionTileArgs tile_of_rows = tile_args(tile);
-    const int num_scores = view.num_sub_blocks * kSubBlockTokens;
+    const KeyRange range = {view.first * kSubBlockTokens, view.end * kSubBlockTokens};
     Kernel::score(tile_of_rows, view);
     for (int r = 0; r < tile_of_rows.num_rows; ++r) {
-      const VisibleKeys visible = visible_keys<Mask>(rows_[first_row(tile) + r].position, split);
+      const int row = first_row(tile) + r;
+      KeyRange seen = visible_keys(row, row);
+      seen.first -= split * kSplitKeys;
+      seen.end -= split * kSplitKeys;
       float* scores = scratch_.scores + r * kSplitKeys;
       uint16_t* rounded = reinterpret_cast<uint16_t*>(scratch_.weights) + r * kSplitKeys;
-      states.max[r] = mask_scores(scores, visible, num_scores);
-      states.sum[r] =
-          weigh_scores<Kernel::kHasBf16Weights>(scores, num_scores, states.max[r], rounded);
+      states.max[r] = mask_scores(scores, range, seen, args_.scoring.soft_cap);
+      states.sum[r] = weigh_scores<Kernel::kHasBf16Weights>(scores, range, states.max[r], rounded);
     }
     Kernel::weigh(tile_of_rows, view, states.values);
   }
@@ -280,7 +152,9 @@ class AttentionRun {
   void write_rows(const RowStates& states) const {
     for (int row = 0; row < item_.num_rows; ++row) {
       const RowStates state = rows_from(states, row, size_);
-      const vf32 factor = broadcast(1.0f / *state.sum);
+      const float* sinks = args_.scoring.sinks;
+      const float sink = sinks == nullptr ? kUnseen : sinks[rows_[row].head];
+      const vf32 factor = broadcast(values_factor(state, sink));
       const int64_t at = rows_[row].token * args_.out.stride + int64_t{rows_[row].head} * size_;
       for (int i = 0; i < size_; i += kLanes) {
         const vf32 x = load(state.values + i) * factor;
@@ -320,11 +194,11 @@ inline void attention_run_item(const AttentionArgs& args, int index, int next_in
       args.scratch + static_cast<size_t>(thread_index) * attention_scratch_bytes(plan.shape());
   switch (plan.shape().layout.format) {
     case KVFormat::F32:
-      return AttentionRun<F32AttentionKernel, FullMask>(args, item, next, memory).run();
+      return AttentionRun<F32AttentionKernel>(args, item, next, memory).run();
     case KVFormat::BF16:
-      return AttentionRun<Bf16AttentionKernel, FullMask>(args, item, next, memory).run();
+      return AttentionRun<Bf16AttentionKernel>(args, item, next, memory).run();
     case KVFormat::INT8:
-      return AttentionRun<Int8AttentionKernel, FullMask>(args, item, next, memory).run();
+      return AttentionRun<Int8AttentionKernel>(args, item, next, memory).run();
   }
 }
 

@@ -18,6 +18,7 @@ struct AttentionScratch {
   char* weights;  // [kTileRows][kSplitKeys] in two bytes each
   float* scales;  // [kTileRows] of int8 weights
   char* tail;     // the values of a sub-block
+  char* latent;   // the values of a split; of a latent layout
   size_t bytes;
 };
 
@@ -37,6 +38,7 @@ inline AttentionScratch attention_scratch_at(const AttentionShape& shape, char* 
   scratch.weights = take(kTileRows * kSplitKeys * sizeof(uint16_t));
   scratch.scales = reinterpret_cast<float*>(take(kTileRows * sizeof(float)));
   scratch.tail = take(shape.layout.value_bytes());
+  scratch.latent = take(shape.layout.is_latent ? kSplitSubBlocks * shape.layout.value_bytes() : 0);
   return scratch;
 }
 
@@ -63,7 +65,7 @@ struct UnitQueries {  // rows of units, interleaved
 };
 
 struct F32AttentionKernel {
-  static constexpr bool kHasBf16Weights = false, kCopiesTail = true;
+  static constexpr bool kHasBf16Weights = false, kHasTail = true;
   static constexpr size_t kQueryBytes = 4;
   static void pack(const AttentionTileArgs& tile, const void* q, int row) {
     UnitQueries::pack(tile, q, static_cast<size_t>(tile.shape->layout.head_size) * 4, row);
@@ -81,7 +83,7 @@ struct F32AttentionKernel {
 };
 
 struct Bf16AttentionKernel {
-  static constexpr bool kHasBf16Weights = true, kCopiesTail = true;
+  static constexpr bool kHasBf16Weights = true, kHasTail = true;
   static constexpr size_t kQueryBytes = 2;
   static void pack(const AttentionTileArgs& tile, const void* q, int row) {
     UnitQueries::pack(tile, q, static_cast<size_t>(tile.shape->layout.head_size) * 2, row);
@@ -99,7 +101,7 @@ struct Bf16AttentionKernel {
 
 struct Int8AttentionKernel {
   static constexpr bool kHasBf16Weights = false;
-  static constexpr bool kCopiesTail = false;  // codes are finite, unseen scales are not used
+  static constexpr bool kHasTail = false;  // codes are finite, unseen scales are not used
   static constexpr size_t kQueryBytes = 4;
   static Int8Queries queries(const AttentionTileArgs& tile) {
     return int8_queries_at(tile.queries, tile.num_rows, tile.shape->layout.head_size);
@@ -109,14 +111,16 @@ struct Int8AttentionKernel {
                     tile.num_rows);
   }
   static void score(const AttentionTileArgs& tile, const SplitView& split) {
-    score_int8({queries(tile), tile.shape->layout.head_size, &split, tile.scratch->scores},
+    const KVLayout& layout = tile.shape->layout;
+    score_int8({queries(tile), layout.head_size, layout.head_size_v, &split, tile.scratch->scores},
                tile.num_rows);
   }
   static void weigh(const AttentionTileArgs& tile, const SplitView& split, float* values) {
     uint8_t* high = reinterpret_cast<uint8_t*>(tile.scratch->weights);
     const Int8Weights weights = {high, high + kTileRows * kSplitKeys, tile.scratch->scales};
-    weigh_int8({weights, tile.shape->layout.head_size_v, &split, values}, tile.scratch->scores,
-               tile.num_rows);
+    const KVLayout& layout = tile.shape->layout;
+    weigh_int8({weights, layout.head_size_v, layout.head_size, &split, values},
+               tile.scratch->scores, tile.num_rows);
   }
 };
 

@@ -47,9 +47,22 @@ constexpr int int8_tile_vectors(int num_rows) {
   return num_rows <= 3 ? 2 : 1;
 }
 
+// Starts to bring the scales of keys or values near; codes are fetched while others are multiplied.
+inline void fetch_scales(const SplitView& split,
+                         const std::array<const char*, kSplitSubBlocks>& numbers, int size) {
+  const size_t first = static_cast<size_t>(size) * kSubBlockTokens;
+  const size_t end = first / kInt8Group * (kInt8Group + sizeof(uint16_t));
+  for (int s = split.first; s < split.end; ++s) {
+    for (size_t at = first; at < end; at += kCacheLineBytes) {
+      prefetch_l2(numbers[static_cast<size_t>(s)] + at);
+    }
+  }
+}
+
 struct Int8ScoreArgs {
   Int8Queries q;
-  int size;  // numbers of a key head
+  int size;    // numbers of a key head
+  int size_v;  // and of a value head
   const SplitView* split;
   float* scores;  // [R][kSplitKeys]
 };
@@ -57,21 +70,20 @@ struct Int8ScoreArgs {
 template <int R, int V>
 __attribute__((noinline)) void score_int8_vectors(const Int8ScoreArgs& args, int first_vector) {
   const char* keys[V];
+  const char* ahead[V];
   const char* scales[V];
+  vf32 total[R][V];
   const size_t code_bytes = static_cast<size_t>(args.size) * kSubBlockTokens;
-  const size_t key_bytes = code_bytes / kInt8Group * (kInt8Group + 2);
 #pragma GCC unroll 16
   for (int v = 0; v < V; ++v) {
-    keys[v] = key_vector(*args.split, first_vector + v);
+    const KeyVector vector = key_vector(*args.split, first_vector + v);
+    keys[v] = vector.keys;
+    ahead[v] = vector.ahead;
     scales[v] = keys[v] + code_bytes - (first_vector + v) * kLanes % kSubBlockTokens * 2;
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) total[r][v] = vf32{};
   }
   const int32_t* q = args.q.quads;
-  vf32 total[R][V];
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 16
-    for (int v = 0; v < V; ++v) total[r][v] = vf32{};
-  }
   for (int group = 0; group < args.size / kInt8Group; ++group) {
     vi32 acc[R][V];
 #pragma GCC unroll 16
@@ -84,8 +96,9 @@ __attribute__((noinline)) void score_int8_vectors(const Int8ScoreArgs& args, int
 #pragma GCC unroll 16
       for (int v = 0; v < V; ++v) {
         k[v] = load_i32(keys[v]);
-        prefetch_l2(keys[v] + key_bytes);  // values follow
+        prefetch_l2(ahead[v]);
         keys[v] += kUnitRowBytes;
+        ahead[v] += kUnitRowBytes;
       }
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
@@ -118,8 +131,9 @@ __attribute__((noinline)) void score_int8_vectors(const Int8ScoreArgs& args, int
 template <int R>
 void score_int8_tile(const Int8ScoreArgs& args) {
   constexpr int kVectors = int8_tile_vectors(R);
-  const int num_vectors = args.split->num_sub_blocks * (kSubBlockTokens / kLanes);
-  for (int v = 0; v < num_vectors; v += kVectors) score_int8_vectors<R, kVectors>(args, v);
+  const VectorRange range = score_vectors_of(*args.split, kVectors);
+  fetch_scales(*args.split, args.split->values, args.size_v);
+  for (int v = range.first; v < range.end; v += kVectors) score_int8_vectors<R, kVectors>(args, v);
 }
 
 // ---- Values ----
@@ -137,39 +151,52 @@ inline float reduce_max_of_bits(vi32 x) {
   return bit_cast<float>(*std::max_element(lanes, lanes + kLanes));
 }
 
-// weights [num_keys] of a row, times the scales of one group of the values.
-inline void quantise_weights(const float* weights, const SplitView& split, size_t scale_offset,
-                             const Int8Weights& to, int row) {
+// scaled [end], a row's weights times the scales of one group of the values, as integers; `largest`
+// is the greatest of them.
+KVLOOM_INLINE void quantise_row(const float* scaled, int first, int end, float largest,
+                                const Int8Weights& to, int row) {
   constexpr float kLevels = 16383.0f, kTiny = 1e-30f;
-  float scaled[kSplitKeys];
-  vi32 max = {};
-  const int num_keys = split.num_sub_blocks * kSubBlockTokens;
-  for (int i = 0; i < num_keys; i += kLanes) {
-    const char* scales = split.values[static_cast<size_t>(i / kSubBlockTokens)] + scale_offset;
-    const vf32 scale = load_bf16(reinterpret_cast<const uint16_t*>(scales) + i % kSubBlockTokens);
-    const vf32 weight = load(weights + i);
-    // An unseen key's scale may be anything, a NaN as well.
-    const vf32 x = weight > 0.0f || weight != weight ? weight * scale : vf32{};
-    store(scaled + i, x);
-    const vi32 bits = as_i32(x);  // of numbers from 0 on: ordered like them, NaN above all
-    max = bits > max ? bits : max;
-  }
-  const float largest = reduce_max_of_bits(max);
   const bool is_zero = largest <= kTiny;
   const vf32 inverse = broadcast(is_zero ? 0.0f : kLevels / largest);
   to.scales[row] = is_zero ? 0.0f : largest / kLevels + (largest - largest);  // NaN if not finite
   int8_t* high = reinterpret_cast<int8_t*>(to.high) + row * kSplitKeys;
   int8_t* low = reinterpret_cast<int8_t*>(to.low) + row * kSplitKeys;
-  for (int i = 0; i < num_keys; i += kLanes) {
+  for (int i = first; i < end; i += kLanes) {
     const vi32 code = round_to_i32(load(scaled + i) * inverse);
-    store_i8(high + i, (code >> 7) & 127);
+    store_i8(high + i, code >> 7);
     store_i8(low + i, code & 127);
+  }
+}
+
+// weights [R][kSplitKeys], times the scales of one group of the values, as integers.
+template <int R>
+void quantise_weights(const float* weights, const SplitView& split, size_t scale_offset,
+                      const Int8Weights& to) {
+  float scaled[R][kSplitKeys];
+  vi32 max[R] = {};
+  const int first = split.first * kSubBlockTokens, end = split.end * kSubBlockTokens;
+  for (int i = first; i < end; i += kLanes) {
+    const char* scales = split.values[static_cast<size_t>(i / kSubBlockTokens)] + scale_offset;
+    const vf32 scale = load_bf16(reinterpret_cast<const uint16_t*>(scales) + i % kSubBlockTokens);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const vf32 weight = load(weights + r * kSplitKeys + i);
+      // An unseen key's scale may be anything, a NaN as well.
+      const vf32 x = weight != vf32{} ? weight * scale : vf32{};
+      store(scaled[r] + i, x);
+      const vi32 bits = as_i32(x);  // of numbers from 0 on: ordered like them, NaN above all
+      max[r] = bits > max[r] ? bits : max[r];
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    quantise_row(scaled[r], first, end, reduce_max_of_bits(max[r]), to, r);
   }
 }
 
 struct Int8WeighArgs {
   Int8Weights weights;
-  int size;  // numbers of a value head
+  int size;      // numbers of a value head
+  int key_size;  // and of a key head
   const SplitView* split;
   float* values;  // [R][size]
 };
@@ -178,15 +205,15 @@ template <int R, int V>
 __attribute__((noinline)) void weigh_int8_vectors(const Int8WeighArgs& args, int first) {
   const size_t quad_bytes = static_cast<size_t>(args.size) * sizeof(int32_t);
   const size_t offset = static_cast<size_t>(first) * sizeof(int32_t);
-  const uint8_t* high = args.weights.high;
-  const uint8_t* low = args.weights.low;
+  const uint8_t* high = args.weights.high + args.split->first * kSubBlockTokens;
+  const uint8_t* low = args.weights.low + args.split->first * kSubBlockTokens;
   vi32 acc[2][R][V];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 16
     for (int v = 0; v < V; ++v) acc[0][r][v] = acc[1][r][v] = vi32{};
   }
-  for (int s = 0; s < args.split->num_sub_blocks; ++s) {
+  for (int s = args.split->first; s < args.split->end; ++s) {
     const char* values = args.split->values[static_cast<size_t>(s)] + offset;
     const char* ahead = args.split->next_keys[static_cast<size_t>(s)] + offset;
     for (int quad = 0; quad < kSubBlockTokens / 4; ++quad) {
@@ -227,12 +254,11 @@ __attribute__((noinline)) void weigh_int8_vectors(const Int8WeighArgs& args, int
 template <int R>
 void weigh_int8_tile(const Int8WeighArgs& args, const float* scores) {
   constexpr int kVectors = int8_tile_vectors(R);
+  fetch_scales(*args.split, args.split->next_keys, args.key_size);
   const size_t scales = static_cast<size_t>(args.size) * kSubBlockTokens;
   for (int group = 0; group < args.size / kInt8Group; ++group) {
     const size_t scale_offset = scales + static_cast<size_t>(group) * kSubBlockTokens * 2;
-    for (int r = 0; r < R; ++r) {
-      quantise_weights(scores + r * kSplitKeys, *args.split, scale_offset, args.weights, r);
-    }
+    quantise_weights<R>(scores, *args.split, scale_offset, args.weights);
     for (int i = 0; i < kInt8Group; i += kVectors * kLanes) {
       weigh_int8_vectors<R, kVectors>(args, group * kInt8Group + i);
     }

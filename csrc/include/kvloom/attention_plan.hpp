@@ -24,9 +24,22 @@ constexpr int kSplitKeys = 256;
 constexpr int kTileRows = kLanes == 16 ? 12 : 6;  // rows whose accumulators fit the registers
 constexpr int kItemRows = 4 * kTileRows;          // rows that share what is read of the cache
 
+// Which keys a query sees: all up to its own, or fewer of them. They are a range that only moves on
+// from query to query.
+struct AttentionMask {
+  int32_t window = 0;  // the last keys, its own included; 0: no window
+  int32_t chunk = 0;   // those of its own aligned chunk of so many positions; 0: no chunks
+
+  int32_t first_visible(int32_t position) const {
+    if (window > 0) return std::max(position - window + 1, 0);
+    return chunk > 0 ? position / chunk * chunk : 0;
+  }
+};
+
 struct AttentionShape {
   KVLayout layout;
   int num_heads;  // query heads of this rank
+  AttentionMask mask = {};
 
   int heads_per_kv() const { return num_heads / layout.num_kv_heads; }
 };
@@ -61,7 +74,14 @@ struct AttentionItem {
 // Rows whose splits are spread over items: whoever finishes last merges.
 struct AttentionMerge {
   int32_t first_state;  // of num_splits x num_rows row states: split by split
+  int32_t first_split;
   int32_t num_splits;
+};
+
+// Positions [first, end).
+struct KeyRange {
+  int first;
+  int end;
 };
 
 struct AttentionLimits {
@@ -87,7 +107,7 @@ class AttentionPlan {
     num_states_ = 0;
     int64_t total_cost = 0;
     for (int request = 0; request < step.num_reqs; ++request) {
-      total_cost += cost_of(num_rows(request), step.seq_lens[request]) * shape_.layout.num_kv_heads;
+      total_cost += cost_of(request) * shape_.layout.num_kv_heads;
     }
     for (int request = 0; request < step.num_reqs; ++request) {
       add_request(request, total_cost / (kItemsPerThread * limits_.num_threads));
@@ -103,6 +123,15 @@ class AttentionPlan {
   int num_items() const { return static_cast<int>(items_.size()); }
   const AttentionItem& item(int index) const { return items_[static_cast<size_t>(index)]; }
   const AttentionMerge& merge(int index) const { return merges_[static_cast<size_t>(index)]; }
+
+  // Keys that some of a request's rows [first_row, first_row + num_rows) see.
+  KeyRange visible_keys(int request, int first_row, int num_rows) const {
+    const int first = position_of(request, first_row);
+    return {shape_.mask.first_visible(first), position_of(request, first_row + num_rows - 1) + 1};
+  }
+  KeyRange visible_keys(const AttentionItem& item) const {
+    return visible_keys(item.request, item.first_row, item.num_rows);
+  }
 
   // Counts an unfinished part of a merge down; true for the last one, which sees all states
   // written. The count is then ready for the next layer.
@@ -124,11 +153,19 @@ class AttentionPlan {
   // In units of a row's keys. What is read of the cache weighs as much as several rows' arithmetic.
   static int64_t cost_of(int64_t num_rows, int64_t num_keys) { return (num_rows + 6) * num_keys; }
 
+  // Of all rows of a request that read one KV head.
+  int64_t cost_of(int request) const {
+    const int rows = num_rows(request);
+    if (rows == 0) return 0;
+    // Each row sees as many keys as the first and the last on average.
+    const KeyRange first = visible_keys(request, 0, 1), last = visible_keys(request, rows - 1, 1);
+    return cost_of(rows, (first.end - first.first + last.end - last.first) / 2);
+  }
+
   int num_rows(int request) const { return step_.num_queries(request) * shape_.heads_per_kv(); }
 
-  // Keys that some of the rows below last_row see.
-  int num_visible(int request, int last_row) const {
-    return step_.num_computed(request) + (last_row - 1) / shape_.heads_per_kv() + 1;
+  int position_of(int request, int row) const {
+    return step_.num_computed(request) + row / shape_.heads_per_kv();
   }
 
   void add_request(int request, int64_t spread_cost) {
@@ -146,23 +183,25 @@ class AttentionPlan {
   }
 
   void add_rows(AttentionItem item, int64_t spread_cost) {
-    const int visible = num_visible(item.request, item.first_row + item.num_rows);
-    const int num_splits = static_cast<int>(cdiv(visible, kSplitKeys));
-    item.cost = cost_of(item.num_rows, visible);
-    item.last_split = num_splits;
+    const KeyRange keys = visible_keys(item);
+    item.first_split = keys.first / kSplitKeys;
+    item.last_split = static_cast<int32_t>(cdiv(keys.end, kSplitKeys));
+    item.cost = cost_of(item.num_rows, keys.end - keys.first);
+    const int num_splits = item.last_split - item.first_split;
     const int num_states = num_splits * item.num_rows;
     if (num_splits == 1 || item.cost <= spread_cost || num_states_ + num_states > max_num_states_) {
       items_.push_back(item);
       return;
     }
     item.merge = static_cast<int32_t>(merges_.size());
-    merges_.push_back({num_states_, num_splits});
+    merges_.push_back({num_states_, item.first_split, num_splits});
     num_states_ += num_states;
-    for (int split = 0; split < num_splits; ++split) {
-      const int rest = visible - split * kSplitKeys;
+    const int last_split = item.last_split;
+    for (int split = item.first_split; split < last_split; ++split) {
+      const int first = std::max(keys.first, split * kSplitKeys);
       item.first_split = split;
       item.last_split = split + 1;
-      item.cost = cost_of(item.num_rows, rest < kSplitKeys ? rest : kSplitKeys);
+      item.cost = cost_of(item.num_rows, std::min(keys.end, (split + 1) * kSplitKeys) - first);
       items_.push_back(item);
     }
   }

@@ -6,6 +6,7 @@
 // tile (R) nor on the number of vectors beside it (V): a row's numbers are the same in every tile.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <utility>
 
@@ -16,10 +17,11 @@ namespace kvloom {
 
 constexpr int kSplitSubBlocks = kSplitKeys / kSubBlockTokens;
 
-// What a tile reads of one split.
+// What a tile reads of one split: its sub-blocks [first, end). Numbers of keys and weights count
+// from the split's first key; the arrays have one entry for each sub-block of a split.
 struct SplitView {
-  int num_keys;        // visible to some row
-  int num_sub_blocks;  // cdiv(num_keys, 16)
+  int first;
+  int end;
   std::array<const char*, kSplitSubBlocks> keys;
   std::array<const char*, kSplitSubBlocks> values;
   std::array<const char*, kSplitSubBlocks> next_keys;  // to be fetched while values are summed
@@ -51,17 +53,34 @@ struct ScoreArgs {
   const int32_t* q;  // [num_units][R]
   int num_units;     // units of a key head
   const SplitView* split;
-  float* scores;  // [R][kSplitKeys]; written up to a multiple of V x kLanes
+  float* scores;  // [R][kSplitKeys]; those between multiples of V x kLanes are written
 };
 
-// Where vector `index` of a split's scores finds its keys; beyond the last sub-block that one
-// again.
-KVLOOM_INLINE const char* key_vector(const SplitView& split, int index) {
+// Where a vector of a split's scores finds its keys; outside of the view those of its first or last
+// sub-block. `ahead` is what will be read next: the values.
+struct KeyVector {
+  const char* keys;
+  const char* ahead;
+};
+
+KVLOOM_INLINE KeyVector key_vector(const SplitView& split, int index) {
   const int token = index * kLanes;
-  const int sub = token / kSubBlockTokens;
-  const int last = split.num_sub_blocks - 1;
-  return split.keys[static_cast<size_t>(sub < last ? sub : last)] +
-         static_cast<size_t>(token % kSubBlockTokens) * sizeof(int32_t);
+  const size_t sub =
+      static_cast<size_t>(std::min(std::max(token / kSubBlockTokens, split.first), split.end - 1));
+  const size_t offset = static_cast<size_t>(token % kSubBlockTokens) * sizeof(int32_t);
+  return {split.keys[sub] + offset, split.values[sub] + offset};
+}
+
+// Vectors [first, end) hold the scores of a view, if they are computed `step` at a time.
+struct VectorRange {
+  int first;
+  int end;
+};
+
+KVLOOM_INLINE VectorRange score_vectors_of(const SplitView& split, int step) {
+  constexpr int kPerSubBlock = kSubBlockTokens / kLanes;
+  const int first = split.first * kPerSubBlock;
+  return {first - first % step, split.end * kPerSubBlock};
 }
 
 template <class Dot, int R, int V>
@@ -70,8 +89,9 @@ __attribute__((noinline)) void score_vectors(const ScoreArgs& args, int first_ve
   const char* ahead[V];
 #pragma GCC unroll 16
   for (int v = 0; v < V; ++v) {
-    keys[v] = key_vector(*args.split, first_vector + v);
-    ahead[v] = keys[v] + static_cast<size_t>(args.num_units) * kUnitRowBytes;  // values follow
+    const KeyVector vector = key_vector(*args.split, first_vector + v);
+    keys[v] = vector.keys;
+    ahead[v] = vector.ahead;
   }
   const int32_t* q = args.q;
   vf32 acc[R][V];
@@ -108,8 +128,8 @@ __attribute__((noinline)) void score_vectors(const ScoreArgs& args, int first_ve
 template <class Dot, int R>
 void score_tile(const ScoreArgs& args) {
   constexpr int kVectors = tile_vectors(R);
-  const int num_vectors = args.split->num_sub_blocks * (kSubBlockTokens / kLanes);
-  for (int v = 0; v < num_vectors; v += kVectors) score_vectors<Dot, R, kVectors>(args, v);
+  const VectorRange range = score_vectors_of(*args.split, kVectors);
+  for (int v = range.first; v < range.end; v += kVectors) score_vectors<Dot, R, kVectors>(args, v);
 }
 
 struct WeighArgs {
@@ -125,14 +145,15 @@ __attribute__((noinline)) void weigh_vectors(const WeighArgs& args, int first) {
   constexpr size_t kWeightRowBytes = static_cast<size_t>(kSplitKeys) * Dot::kWeightBytes;
   const size_t unit_bytes = static_cast<size_t>(args.size) * sizeof(int32_t);
   const size_t offset = static_cast<size_t>(first) * sizeof(int32_t);
-  const char* weights = args.weights;
+  const char* weights =
+      args.weights + static_cast<size_t>(args.split->first) * kUnits * sizeof(int32_t);
   vf32 acc[R][V];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 16
     for (int v = 0; v < V; ++v) acc[r][v] = vf32{};
   }
-  for (int s = 0; s < args.split->num_sub_blocks; ++s) {
+  for (int s = args.split->first; s < args.split->end; ++s) {
     const char* values = args.split->values[static_cast<size_t>(s)] + offset;
     const char* ahead = args.split->next_keys[static_cast<size_t>(s)] + offset;
     for (int unit = 0; unit < kUnits; ++unit) {

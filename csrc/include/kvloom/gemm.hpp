@@ -65,10 +65,10 @@ inline int num_units(const Gemm& gemm) {
                                unit_panels(gemm.epilogue.kind)));
 }
 
-// Items of a few microseconds, at least four per thread where there is enough work: the counter is
-// cheap then, and a slow core does fewer of them. The estimates of a core's speed are rough.
+// Items of some microseconds, at least four per thread where there is enough work: threads end
+// together, and a slow core does fewer of them. The estimates of a core's speed are rough.
 inline GemmPlan plan_gemm(const Gemm& gemm, int num_threads) {
-  constexpr double kItemSeconds = 8e-6, kBytesPerSecond = 20e9, kFlopsPerSecond = 400e9;
+  constexpr double kItemSeconds = 2e-6, kBytesPerSecond = 20e9, kFlopsPerSecond = 400e9;
   constexpr double kBlockBytes = 512 << 10;  // half of a usual L2 cache
   GemmPlan plan;
   if (gemm.rows.num_rows == 0) return plan;
@@ -115,20 +115,23 @@ inline GemmRange item_range(const Gemm& gemm, const GemmPlan& plan, int item) {
 }
 
 // What to bring near while `tile` of the block is multiplied with `panel`: a single tile looks a
-// little ahead of itself, several share the panel that is next. Never beyond the chunk, since
-// what follows is another thread's work and memory bandwidth is scarce.
+// little ahead of itself, several share the panel that is next, be it another item's: a thread
+// takes items in order. With one or two rows the hardware's own prefetching does most of it; more
+// arithmetic per byte leaves that behind.
 inline Lookahead look_ahead(const Gemm& gemm, const GemmRange& range, int panel, int tile) {
-  constexpr size_t kSingleTileAhead = 2048;
+  constexpr size_t kFewRowsAhead = 2048, kManyRowsAhead = 8192;
   constexpr size_t kMaxTiles = 16;  // beyond, the hardware has time enough by itself
   const size_t bytes = panel_bytes(gemm.weight.format, gemm.weight.num_inputs);
   const size_t tiles = static_cast<size_t>(range.end_tile - range.first_tile);
   const size_t index = static_cast<size_t>(tile - range.first_tile);
   const auto start = reinterpret_cast<uintptr_t>(group_at(gemm.weight, panel, 0));
-  const auto end = reinterpret_cast<uintptr_t>(group_at(gemm.weight, range.end_panel, 0));
+  const int panels = num_panels(gemm.weight.order, gemm.weight.num_outputs);
+  const auto end = reinterpret_cast<uintptr_t>(group_at(gemm.weight, panels, 0));
   if (tiles > kMaxTiles) return {start, 0};
   const bool is_alone = tiles == 1 && !is_dequantised(gemm);
   const size_t unit_bytes = bytes * static_cast<size_t>(unit_panels(gemm.epilogue.kind));
-  const size_t ahead = is_alone ? kSingleTileAhead : unit_bytes + bytes * index / tiles;
+  const size_t alone_ahead = gemm.rows.num_rows <= 2 ? kFewRowsAhead : kManyRowsAhead;
+  const size_t ahead = is_alone ? alone_ahead : unit_bytes + bytes * index / tiles;
   if (start + ahead + 2 * kCacheLineBytes >= end) return {start, 0};
   const size_t wanted_bytes = std::min(bytes / tiles, end - start - ahead);
   const size_t read_bytes =

@@ -5,7 +5,13 @@
 
 namespace kvloom {
 
-enum class Activation { Silu, Gelu, GeluTanh };
+enum class Activation {
+  Silu,
+  Gelu,
+  GeluTanh,
+  SwigluClamped,  // of gate and up together: gate <= 7, |up| <= 7, (up + 1) gate / (1 + e^-1.702
+                  // gate)
+};
 
 constexpr float kLog2E = 1.44269504f;
 
@@ -41,9 +47,19 @@ KVLOOM_INLINE vf32 activate(Activation activation, vf32 x) {
     case Activation::Gelu:
       return gelu(x);
     case Activation::GeluTanh:
+    case Activation::SwigluClamped:  // activate_gated's alone
       break;
   }
   return gelu_tanh(x);
+}
+
+// activation(gate) * up.
+KVLOOM_INLINE vf32 activate_gated(Activation activation, vf32 gate, vf32 up) {
+  if (activation != Activation::SwigluClamped) return activate(activation, gate) * up;
+  const vf32 limit = broadcast(7.0f);
+  gate = vmin(limit, gate);  // of a NaN, the second
+  up = vmax(-limit, vmin(limit, up));
+  return (up + broadcast(1.0f)) * times_sigmoid(gate, gate * broadcast(1.702f));
 }
 
 }  // namespace kvloom

@@ -82,7 +82,7 @@ KVLOOM_INLINE void write_outputs(float* out, const float* y, int count, bool is_
 KVLOOM_INLINE void gate(Activation activation, const float* y, float* gated) {
   constexpr int kHalf = kPanelOutputs / 2;
   for (int i = 0; i < kHalf; i += kLanes) {
-    store(gated + i, activate(activation, load(y + i)) * load(y + kHalf + i));
+    store(gated + i, activate_gated(activation, load(y + i), load(y + kHalf + i)));
   }
 }
 
@@ -91,23 +91,28 @@ inline void finish_gated_tile(const PackedWeight& weight, const Epilogue& epilog
   constexpr int kHalf = kPanelOutputs / 2;
   const int size = weight.num_outputs / 2;
   const int first = products.panel * kHalf;
+  // As many rows are packed as are multiplied, in the same tiles.
+  RowPlace place{epilogue.packed.format, tile_at(epilogue.packed, products.first_row),
+                 products.num_rows, 0};
   for (int r = 0; r < products.num_rows; ++r) {
-    const int row = products.first_row + r;
     float gated[kMaxUnitPanels * kHalf];
     gate(epilogue.activation, products.y[0][r], gated);
     if (epilogue.kind == EpilogueKind::GatedStore) {
-      float* out = epilogue.out + epilogue.out_stride * static_cast<size_t>(row) + first;
+      const size_t row = static_cast<size_t>(products.first_row + r);
+      float* out = epilogue.out + epilogue.out_stride * row + first;
       write_outputs(out, gated, std::min(kHalf, size - first), false);
     } else {
       gate(epilogue.activation, products.y[1][r], gated + kHalf);
-      pack_row_group(row_place(epilogue.packed, row), first / kGroupInputs, gated);
+      place.row_in_tile = r;
+      pack_row_group(place, first / kGroupInputs, gated);
     }
   }
 }
 
 // Brings the lines near that finish_tile writes, while the products are computed: rows of a wide
 // matrix are pages apart, and no hardware foresees so many places.
-inline void look_ahead_to_outputs(const Epilogue& epilogue, const TileProducts& products) {
+// Inlined by force: GCC takes a function of prefetches alone for one without effect, and drops it.
+KVLOOM_INLINE void look_ahead_to_outputs(const Epilogue& epilogue, const TileProducts& products) {
   if (epilogue.kind == EpilogueKind::GatedPack) return;
   const int width = is_gated(epilogue.kind) ? kPanelOutputs / 2 : kPanelOutputs;
   for (int r = 0; r < products.num_rows; ++r) {

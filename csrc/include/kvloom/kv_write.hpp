@@ -1,5 +1,5 @@
-// From a projection's rows to the cache: norm and rotation of q and k, q written for attention, k
-// and v stored.
+// From a projection's rows to the cache: norm and rotation of heads, q written for attention, k and
+// v stored.
 #pragma once
 
 #include <cstring>
@@ -13,23 +13,41 @@ namespace kvloom {
 // Attention reads q in this form: bf16 where keys are bf16, else f32.
 constexpr bool has_bf16_queries(KVFormat format) { return format == KVFormat::BF16; }
 
+// f32 heads of a step's tokens, wherever they lie.
+struct HeadRows {
+  const float* first = nullptr;  // of the first token: [num_heads, size]; nullptr: there are none
+  int64_t stride = 0;            // floats from token to token
+
+  const float* of(int token) const { return first + token * stride; }
+};
+
+// How heads are normalised and rotated, and q scaled, before they are stored.
+struct QueryKeyForm {
+  const float* rotations = nullptr;  // [max_positions, 2 * num_pairs] cos, then sin
+  int num_pairs = 0;                 // 0: no rotation
+  bool is_interleaved = false;  // numbers 2 i and 2 i + 1 rotate against each other, not i and i +
+                                // num_pairs
+  const float* q_norm = nullptr;  // [head_size], or none
+  const float* k_norm = nullptr;  // [head_size], or none
+  const float* v_norm = nullptr;  // [head_size_v], or none
+  float norm_eps = 0.0f;
+  bool norms_follow_rope = false;
+  float q_scale = 1.0f;  // softmax scale * log2(e): attention exponentiates to base 2
+  const float* position_scales = nullptr;  // [max_positions] more factors of q, or none
+};
+
 struct KVWriteArgs {
   KVLayout layout;
-  KVStorage storage;
-  int num_heads;     // query heads
-  int num_tokens;    // of this step
-  const float* qkv;  // [num_tokens, num_heads * head_size | num_kv_heads * head_size | num_kv_heads
-                     // * head_size_v]
-  int64_t qkv_stride;        // floats from row to row
-  const int64_t* positions;  // [num_tokens], each below the rows of `rotations`
+  KVStorage storage;  // unused without k
+  int num_heads;      // query heads
+  int num_tokens;     // of this step
+  HeadRows q;
+  HeadRows k;  // none: nothing is stored, the layer reads another one's keys and values
+  HeadRows v;  // none: latent rows, whose values are in k
+  const int64_t* positions;  // [num_tokens], each below the rows of the form's tables
   const int64_t* slots;      // [num_tokens] block * block_size + offset; -1 stores nothing
-  const float* rotations;  // [max_positions, 2 * num_pairs] cos, then sin; unused if num_pairs is 0
-  int num_pairs;           // numbers i and i + num_pairs of a head rotate against each other
-  const float* q_norm;     // [head_size] or nullptr
-  const float* k_norm;     // [head_size] or nullptr
-  float norm_eps;
-  float q_scale;  // softmax scale * log2(e): attention exponentiates to base 2
-  void* q;        // out: [num_tokens, num_heads, head_size] bf16 or f32, see has_bf16_queries
+  QueryKeyForm form;
+  void* q_out;  // [num_tokens, num_heads, head_size] bf16 or f32, see has_bf16_queries
 };
 
 // Tokens of a work item. Items write different bytes, whichever tokens they hold.
@@ -53,7 +71,7 @@ inline void store_values_f32(const float* v, int size, char* values, int token) 
 }
 
 inline void store_keys_bf16(const float* k, int size, char* keys, int token) {
-  uint16_t rounded[kMaxHeadSize];
+  uint16_t rounded[kMaxRowSize];
   for (int i = 0; i < size; i += kLanes) store_bf16(rounded + i, load(k + i));
   for (int i = 0; i < size; i += 2) {
     std::memcpy(keys + (i / 2 * kSubBlockTokens + token) * 4, rounded + i, 4);
@@ -113,18 +131,18 @@ inline void store_values_int8(const float* v, int size, char* values, int token)
   }
 }
 
-// One token's k [head_size] and v [head_size_v] of a KV head.
+// One token's k [head_size] and v [head_size_v] of a KV head; v is unused in a latent layout.
 inline void store_kv(const KVLayout& layout, char* keys, int token, const float* k,
                      const float* v) {
   char* values = keys + layout.key_bytes();
   switch (layout.format) {
     case KVFormat::F32:
       store_keys_f32(k, layout.head_size, keys, token);
-      store_values_f32(v, layout.head_size_v, values, token);
+      if (!layout.is_latent) store_values_f32(v, layout.head_size_v, values, token);
       break;
     case KVFormat::BF16:
       store_keys_bf16(k, layout.head_size, keys, token);
-      store_values_bf16(v, layout.head_size_v, values, token);
+      if (!layout.is_latent) store_values_bf16(v, layout.head_size_v, values, token);
       break;
     case KVFormat::INT8:
       store_keys_int8(k, layout.head_size, keys, token);
@@ -138,46 +156,68 @@ inline void store_kv(const KVLayout& layout, char* keys, int token, const float*
 // Norm and rotation of a head of q or k: x [head_size] -> head [head_size].
 inline void turn_head(const KVWriteArgs& args, const float* x, const float* norm, int64_t position,
                       float* head) {
+  const QueryKeyForm& form = args.form;
   const int size = args.layout.head_size;
   std::memcpy(head, x, static_cast<size_t>(size) * sizeof(float));
-  if (norm != nullptr) norm_head(head, norm, args.norm_eps, size);
-  if (args.num_pairs > 0) {
-    rotate_head(head, args.rotations + position * 2 * args.num_pairs, args.num_pairs);
+  if (norm != nullptr && !form.norms_follow_rope) norm_head(head, norm, form.norm_eps, size);
+  if (form.num_pairs > 0) {
+    const float* rotation = form.rotations + position * 2 * form.num_pairs;
+    if (form.is_interleaved) {
+      rotate_neighbours(head, rotation, form.num_pairs);
+    } else {
+      rotate_head(head, rotation, form.num_pairs);
+    }
   }
+  if (norm != nullptr && form.norms_follow_rope) norm_head(head, norm, form.norm_eps, size);
 }
 
-// Scaled queries in the form of the keys.
-inline void store_query(const KVWriteArgs& args, const float* head, int64_t row) {
+// Queries times `factor` in the form of the keys.
+inline void store_query(const KVWriteArgs& args, const float* head, float factor, int64_t row) {
   const int size = args.layout.head_size;
-  const vf32 scale = broadcast(args.q_scale);
+  const vf32 scale = broadcast(factor);
   if (has_bf16_queries(args.layout.format)) {
-    uint16_t* q = static_cast<uint16_t*>(args.q) + row * size;
+    uint16_t* q = static_cast<uint16_t*>(args.q_out) + row * size;
     for (int i = 0; i < size; i += kLanes) store_bf16(q + i, load(head + i) * scale);
   } else {
-    float* q = static_cast<float*>(args.q) + row * size;
+    float* q = static_cast<float*>(args.q_out) + row * size;
     for (int i = 0; i < size; i += kLanes) store(q + i, load(head + i) * scale);
   }
 }
 
-inline void kv_write_token(const KVWriteArgs& args, int token) {
-  const KVLayout& layout = args.layout;
-  const float* qkv = args.qkv + token * args.qkv_stride;
+inline void write_queries(const KVWriteArgs& args, int token) {
   const int64_t position = args.positions[token];
-  float head[kMaxHeadSize];
+  const float* scales = args.form.position_scales;
+  const float factor = scales == nullptr ? args.form.q_scale : args.form.q_scale * scales[position];
+  float head[kMaxRowSize];
   for (int h = 0; h < args.num_heads; ++h) {
-    turn_head(args, qkv + h * layout.head_size, args.q_norm, position, head);
-    store_query(args, head, int64_t{token} * args.num_heads + h);
+    const float* q = args.q.of(token) + h * args.layout.head_size;
+    turn_head(args, q, args.form.q_norm, position, head);
+    store_query(args, head, factor, int64_t{token} * args.num_heads + h);
   }
-  const int64_t slot = args.slots[token];
-  if (slot < 0) return;
-  const float* k = qkv + args.num_heads * layout.head_size;
-  const float* v = k + layout.num_kv_heads * layout.head_size;
-  const int offset = static_cast<int>(slot % layout.block_size);
+}
+
+inline void write_keys_and_values(const KVWriteArgs& args, int token) {
+  const KVLayout& layout = args.layout;
+  const int64_t block = args.slots[token] / layout.block_size;
+  const int offset = static_cast<int>(args.slots[token] % layout.block_size);
+  float key[kMaxRowSize], value[kMaxHeadSize];
   for (int h = 0; h < layout.num_kv_heads; ++h) {
-    turn_head(args, k + h * layout.head_size, args.k_norm, position, head);
-    char* keys = sub_block(layout, args.storage, slot / layout.block_size, h, offset);
-    store_kv(layout, keys, offset % kSubBlockTokens, head, v + h * layout.head_size_v);
+    const float* k = args.k.of(token) + h * layout.head_size;
+    turn_head(args, k, args.form.k_norm, args.positions[token], key);
+    const float* v = layout.is_latent ? nullptr : args.v.of(token) + h * layout.head_size_v;
+    if (v != nullptr && args.form.v_norm != nullptr) {
+      std::memcpy(value, v, static_cast<size_t>(layout.head_size_v) * sizeof(float));
+      norm_head(value, args.form.v_norm, args.form.norm_eps, layout.head_size_v);
+      v = value;
+    }
+    char* keys = sub_block(layout, args.storage, block, h, offset);
+    store_kv(layout, keys, offset % kSubBlockTokens, key, v);
   }
+}
+
+inline void kv_write_token(const KVWriteArgs& args, int token) {
+  write_queries(args, token);
+  if (args.k.first != nullptr && args.slots[token] >= 0) write_keys_and_values(args, token);
 }
 
 inline void kv_write_run_item(const KVWriteArgs& args, int item) {

@@ -22,7 +22,7 @@ struct ScoreOutput {
 };
 
 // Prompt tokens to score: row i of logits scores token_ids[i].
-struct ScoreArgs {
+struct TokenScoreArgs {
   const float* logits;  // [num_rows, logits_stride], of which vocab_size count
   int64_t logits_stride;
   int32_t vocab_size;
@@ -87,9 +87,9 @@ inline void score_token(const float* logits, int32_t vocab_size, const ScoreRequ
   }
 }
 
-inline int64_t score_num_items(const ScoreArgs& args) { return args.num_rows; }
+inline int64_t score_num_items(const TokenScoreArgs& args) { return args.num_rows; }
 
-inline void score_run_item(const ScoreArgs& args, int64_t item, SampleScratch& scratch) {
+inline void score_run_item(const TokenScoreArgs& args, int64_t item, SampleScratch& scratch) {
   score_token(args.logits + item * args.logits_stride, args.vocab_size,
               {args.token_ids[item], args.num_top[item], item}, args.scores, scratch);
 }

@@ -51,47 +51,23 @@ inline void rms_norm_row(const float* x, const float* weight, int64_t size, floa
   scale_values(x, weight, size, rms_inverse(x, size, eps), y);
 }
 
-// One row to row `row` of a GEMM's packed rows, without a pass over memory in between.
-inline void rms_norm_pack_row(const float* x, const RmsNorm& norm, const PackedRows& rows,
-                              int row) {
+// Groups of one row to row `row` of a GEMM's packed rows, without a pass over memory in between.
+inline void rms_norm_pack_row(const float* x, const RmsNorm& norm, const PackedRows& rows, int row,
+                              GroupRange groups) {
   const RowPlace place = row_place(rows, row);
   const float inverse = rms_inverse(x, norm.size, norm.eps);
-  const int64_t num_full = norm.size / kGroupInputs;
-  for (int64_t group = 0; group < num_full; ++group) {
+  const int num_full = std::min(static_cast<int>(norm.size / kGroupInputs), groups.end);
+  for (int group = groups.first; group < num_full; ++group) {
     float values[kGroupInputs];
-    const int64_t first = group * kGroupInputs;
+    const int64_t first = int64_t{group} * kGroupInputs;
     scale_values(x + first, norm.weight + first, kGroupInputs, inverse, values);
-    pack_row_group(place, static_cast<int>(group), values);
+    pack_row_group(place, group, values);
   }
-  if (const int64_t first = num_full * kGroupInputs; first < norm.size) {
+  if (num_full < groups.end) {
     float values[kGroupInputs] = {};
+    const int64_t first = int64_t{num_full} * kGroupInputs;
     scale_values(x + first, norm.weight + first, norm.size - first, inverse, values);
-    pack_row_group(place, static_cast<int>(num_full), values);
-  }
-}
-
-struct RmsNormArgs {
-  const float* x;  // [num_rows, x_stride]
-  int64_t x_stride;
-  int64_t num_rows;
-  const float* weight;  // [size]
-  int64_t size;
-  float eps;
-  float* y;  // out [num_rows, y_stride]; may be x
-  int64_t y_stride;
-};
-
-constexpr int64_t kNormRowsPerItem = 8;
-
-inline int64_t rms_norm_num_items(const RmsNormArgs& args) {
-  return cdiv(args.num_rows, kNormRowsPerItem);
-}
-
-inline void rms_norm_run_item(const RmsNormArgs& args, int64_t item) {
-  const int64_t end = std::min((item + 1) * kNormRowsPerItem, args.num_rows);
-  for (int64_t row = item * kNormRowsPerItem; row < end; ++row) {
-    rms_norm_row(args.x + row * args.x_stride, args.weight, args.size, args.eps,
-                 args.y + row * args.y_stride);
+    pack_row_group(place, num_full, values);
   }
 }
 

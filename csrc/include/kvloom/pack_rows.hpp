@@ -9,9 +9,11 @@
 // What is stored for a row depends on that row alone; its place depends on num_rows.
 //
 // Two threads should not write rows of one tile at a time: no race, but they share cache lines.
-// Give threads whole tiles (num_tiles, first_row_of_tile).
+// Give threads whole tiles (num_tiles, first_row_of_tile), or groups of inputs of a tile, which lie
+// one after another.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -103,23 +105,24 @@ struct S8Group {
 KVLOOM_INLINE void quantise_group(const float* values, S8Group* group) {
   constexpr int kVectors = kGroupInputs / kLanes;
   constexpr float kTiny = 1e-30f;  // below it the group is 0, and 127 / max stays finite
-  vf32 x[kVectors], max = broadcast(0.0f), poison = broadcast(0.0f);
+  vf32 x[kVectors];
+  vi32 max = broadcast(0);  // of bits, whose order is that of numbers, infinity and NaN
   for (int i = 0; i < kVectors; ++i) {
     x[i] = load(values + i * kLanes);
-    max = vmax(max, vabs(x[i]));
-    poison = poison + (x[i] - x[i]);
+    const vi32 magnitude = as_i32(vabs(x[i]));
+    max = max > magnitude ? max : magnitude;
   }
-  const float largest = reduce_max(max);
+  const float largest = bit_cast<float>(reduce_max(max));
   const vf32 inverse = broadcast(largest > kTiny ? 127.0f / largest : 0.0f);
   vi32 sum = broadcast(0);
   for (int i = 0; i < kVectors; ++i) {
-    // The limits hold where a NaN made `largest` wrong; for a NaN itself vmin takes its second.
+    // The limits are for NaN: vmin takes its second.
     const vf32 scaled = vmax(vmin(x[i] * inverse, broadcast(127.0f)), broadcast(-127.0f));
     const vi32 code = round_to_i32(scaled);
     sum = sum + code;
     store_i8(group->codes + i * kLanes, code);
   }
-  group->scale = (largest > kTiny ? largest / 127.0f : 0.0f) + reduce_add(poison);
+  group->scale = (largest > kTiny ? largest / 127.0f : 0.0f) + (largest - largest);
   group->sum = static_cast<float>(128 * reduce_add(sum));
 }
 
@@ -143,18 +146,30 @@ inline void pack_row_group(const RowPlace& place, int group, const float* values
   }
 }
 
-// Writes a whole row: values [num_inputs].
-inline void pack_row(const PackedRows& rows, int row, const float* values) {
+// Groups [first, end) of inputs.
+struct GroupRange {
+  int first;
+  int end;
+};
+
+// Writes groups of a row: values [num_inputs].
+inline void pack_row(const PackedRows& rows, int row, GroupRange groups, const float* values) {
   const RowPlace place = row_place(rows, row);
-  const int num_full = rows.num_inputs / kGroupInputs;
-  for (int group = 0; group < num_full; ++group) {
+  const int num_full = std::min(rows.num_inputs / kGroupInputs, groups.end);
+  for (int group = groups.first; group < num_full; ++group) {
     pack_row_group(place, group, values + group * kGroupInputs);
   }
-  if (const int rest = rows.num_inputs - num_full * kGroupInputs; rest > 0) {
+  if (num_full < groups.end) {
     float padded[kGroupInputs] = {};
-    std::memcpy(padded, values + num_full * kGroupInputs, sizeof(float) * rest);
+    std::memcpy(padded, values + num_full * kGroupInputs,
+                sizeof(float) * static_cast<size_t>(rows.num_inputs - num_full * kGroupInputs));
     pack_row_group(place, num_full, padded);
   }
+}
+
+// Writes a whole row.
+inline void pack_row(const PackedRows& rows, int row, const float* values) {
+  pack_row(rows, row, {0, num_groups(rows.num_inputs)}, values);
 }
 
 }  // namespace kvloom

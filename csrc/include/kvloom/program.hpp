@@ -55,8 +55,8 @@ class StepPlanner {
 class Program {
  public:
   // The team may serve others in between; it must outlive the program.
-  Program(ThreadTeam& team, std::vector<SlotSpec> slots, StepCapacity capacity)
-      : team_(team), arena_(std::move(slots), capacity) {}
+  Program(ThreadTeam& team, const std::vector<SlotSpec>& slots, StepCapacity capacity)
+      : team_(team), arena_(slots, capacity) {}
 
   void add(std::unique_ptr<Instruction> instruction) {
     instructions_.push_back(std::move(instruction));
@@ -81,7 +81,6 @@ class Program {
 
   // Plan a step: it must stay where it is until its last segment has run.
   void begin(const Step& step) {
-    arena_.fit(step.num_rows);
     for (const auto& planner : planners_) planner->plan(step);
     const StepContext context{step, arena_, team_.num_threads()};
     for (size_t i = 0; i < instructions_.size(); ++i) {
@@ -97,7 +96,7 @@ class Program {
       for (size_t i = first; i < end; ++i) {
         if (num_items_[i] == 0) continue;
         Instruction& instruction = *instructions_[i];
-        team_.for_each_item(num_items_[i], [&](int64_t item) {
+        team_.for_each_item(thread, num_items_[i], [&](int64_t item) {
           instruction.run_item(static_cast<int>(item), context);
         });
       }

@@ -42,43 +42,44 @@ class AttentionGroup final : public StepPlanner {
   Region states_, scratch_;
 };
 
-// How q and k are rotated and normalised, and q scaled, before they are stored.
-struct QueryKeyForm {
-  const float* rotations = nullptr;  // [max_positions, 2 x num_pairs] cos, then sin
-  int num_pairs = 0;
-  const float* q_norm = nullptr;  // [head_size], or none
-  const float* k_norm = nullptr;
-  float norm_eps = 0.0f;
-  float q_scale = 1.0f;  // softmax scale x log2(e)
+// f32 heads in the arena: they follow each other from float `first` of rows `stride` floats apart.
+struct Columns {
+  int slot = -1;  // -1: there are none
+  int first = 0;
+  int stride = 0;
+
+  HeadRows rows(const Arena& arena) const {
+    if (slot < 0) return {};
+    return {arena.floats(slot) + first, stride};
+  }
 };
 
-// Columns q | k | v of a projection -> queries for attention, and keys and values in their slots.
+struct QueryKeyValue {
+  Columns q, k, v;
+};
+
+// Heads q, k and v -> queries for attention, and keys and values in their slots. Without k nothing
+// is stored; latent layouts have no v.
 class StoreQkvInstruction final : public Instruction {
  public:
   StoreQkvInstruction(const AttentionGroup& group, const KVStorage& storage,
-                      const QueryKeyForm& form, int qkv_slot, int q_slot)
-      : group_(group.group()), qkv_slot_(qkv_slot), q_slot_(q_slot) {
+                      const QueryKeyForm& form, const QueryKeyValue& heads, int q_slot)
+      : group_(group.group()), heads_(heads), q_slot_(q_slot) {
     const AttentionShape& shape = group.plan().shape();
-    const KVLayout& layout = shape.layout;
-    args_.layout = layout;
+    args_.layout = shape.layout;
     args_.storage = storage;
     args_.num_heads = shape.num_heads;
-    args_.qkv_stride = (shape.num_heads + layout.num_kv_heads) * layout.head_size +
-                       layout.num_kv_heads * layout.head_size_v;
-    args_.rotations = form.rotations;
-    args_.num_pairs = form.num_pairs;
-    args_.q_norm = form.q_norm;
-    args_.k_norm = form.k_norm;
-    args_.norm_eps = form.norm_eps;
-    args_.q_scale = form.q_scale;
+    args_.form = form;
   }
 
   int prepare(const StepContext& context) override {
     args_.num_tokens = context.step.num_tokens;
-    args_.qkv = context.arena.floats(qkv_slot_);
+    args_.q = heads_.q.rows(context.arena);
+    args_.k = heads_.k.rows(context.arena);
+    args_.v = heads_.v.rows(context.arena);
     args_.positions = context.step.positions;
     args_.slots = context.step.groups[static_cast<size_t>(group_)].slots;
-    args_.q = context.arena.bytes(q_slot_);
+    args_.q_out = context.arena.bytes(q_slot_);
     return kv_write_num_items(args_);
   }
 
@@ -86,13 +87,16 @@ class StoreQkvInstruction final : public Instruction {
 
  private:
   KVWriteArgs args_{};
-  int group_, qkv_slot_, q_slot_;
+  int group_;
+  QueryKeyValue heads_;
+  int q_slot_;
 };
 
 // Queries over the stored blocks -> f32 rows.
 class AttendInstruction final : public Instruction {
  public:
-  AttendInstruction(const AttentionGroup& group, const KVStorage& storage, int q_slot, int out_slot)
+  AttendInstruction(const AttentionGroup& group, const KVStorage& storage,
+                    const AttentionScoring& scoring, int q_slot, int out_slot)
       : group_(group), q_slot_(q_slot), out_slot_(out_slot) {
     const AttentionShape& shape = group.plan().shape();
     args_.plan = &group.plan();
@@ -101,6 +105,7 @@ class AttendInstruction final : public Instruction {
     args_.out.is_bf16 = false;
     args_.states = group.states();
     args_.scratch = group.scratch();
+    args_.scoring = scoring;
   }
 
   int prepare(const StepContext& context) override {
@@ -109,8 +114,10 @@ class AttendInstruction final : public Instruction {
     return group_.plan().num_items();
   }
 
+  // A thread takes items in their order, so it most likely goes on with the one behind this.
   void run_item(int item, const ThreadContext& thread) override {
-    attention_run_item(args_, item, -1, thread.index);
+    const int next = item + 1 < group_.plan().num_items() ? item + 1 : -1;
+    attention_run_item(args_, item, next, thread.index);
   }
 
  private:

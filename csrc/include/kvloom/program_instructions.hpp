@@ -1,21 +1,33 @@
 // The instructions of a program: each binds one kernel to slots of the arena.
 #pragma once
 
-#include "kvloom/elementwise.hpp"
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
 #include "kvloom/embedding.hpp"
 #include "kvloom/gemm.hpp"
 #include "kvloom/norm.hpp"
 #include "kvloom/pack_rows.hpp"
 #include "kvloom/program.hpp"
+#include "kvloom/select_rows.hpp"
 
 namespace kvloom {
 
-// Where f32 rows lie in the arena.
+// Where f32 rows lie in the arena: whole ones, or columns of wider ones.
 struct Operand {
   int slot = 0;
   RowCount rows = RowCount::Tokens;
-  int width = 0;  // floats per row, which follow each other
+  int width = 0;   // floats per row, which follow each other
+  int first = 0;   // float of the wider row where they begin
+  int stride = 0;  // floats from row to row; 0 where rows follow each other
+
+  int64_t row_stride() const { return stride == 0 ? width : stride; }
 };
+
+inline float* floats_of(const Arena& arena, const Operand& operand) {
+  return arena.floats(operand.slot) + operand.first;
+}
 
 // Token embeddings: rows of a packed table.
 class EmbeddingInstruction final : public Instruction {
@@ -46,31 +58,6 @@ struct NormWeight {
   float eps = 0.0f;
 };
 
-// Norms of f32 rows: over whole rows, or over each head of a row.
-class RmsNormInstruction final : public Instruction {
- public:
-  RmsNormInstruction(const NormWeight& norm, Operand x, Operand out)
-      : x_(x), out_(out), rows_per_row_(x.width / norm.size) {
-    args_.weight = norm.values;
-    args_.size = args_.x_stride = args_.y_stride = norm.size;
-    args_.eps = norm.eps;
-  }
-
-  int prepare(const StepContext& context) override {
-    args_.x = context.arena.floats(x_.slot);
-    args_.y = context.arena.floats(out_.slot);
-    args_.num_rows = int64_t{num_rows_of(context.step, x_.rows)} * rows_per_row_;
-    return static_cast<int>(rms_norm_num_items(args_));
-  }
-
-  void run_item(int item, const ThreadContext&) override { rms_norm_run_item(args_, item); }
-
- private:
-  RmsNormArgs args_{};
-  Operand x_, out_;
-  int rows_per_row_;
-};
-
 // Rows of x, normalised if a norm is given, in the packed form that a weight's kernel reads.
 class PackInstruction final : public Instruction {
  public:
@@ -84,33 +71,42 @@ class PackInstruction final : public Instruction {
     rows_.num_inputs = x_.width;
     rows_.format = row_format_for(weight_format_, rows_.num_rows);
     rows_.data = context.arena.bytes(out_slot_);
-    input_ = context.arena.floats(x_.slot);
-    return rows_.num_rows == 0 ? 0 : num_tiles(rows_.num_rows);
+    input_ = floats_of(context.arena, x_);
+    if (rows_.num_rows == 0) return 0;
+    const int tiles = num_tiles(rows_.num_rows);
+    const int tile_values = rows_.num_rows / tiles * x_.width;
+    const auto wanted = static_cast<int>(cdiv(2 * context.num_threads, tiles));
+    num_parts_ = std::max(1, std::min(wanted, tile_values / kItemValues));
+    return tiles * num_parts_;
   }
 
-  // One tile, so that no two threads write the same cache lines.
-  void run_item(int item, const ThreadContext& thread) override {
-    const int first = first_row_of_tile(rows_.num_rows, item);
-    const int end = first_row_of_tile(rows_.num_rows, item + 1);
-    float* const normalised = reinterpret_cast<float*>(thread.scratch);
-    for (int row = first; row < end; ++row) {
-      const float* x = input_ + static_cast<size_t>(row) * x_.width;
+  // Some groups of a tile, so that no two threads write the same cache lines. Each part of a tile
+  // finds the mean of its rows anew: less work than to share it.
+  void run_item(int item, const ThreadContext&) override {
+    const int tile = item / num_parts_, part = item % num_parts_;
+    const int groups = num_groups(x_.width);
+    const GroupRange range{part_start(groups, part, num_parts_),
+                           part_start(groups, part + 1, num_parts_)};
+    const int end = first_row_of_tile(rows_.num_rows, tile + 1);
+    for (int row = first_row_of_tile(rows_.num_rows, tile); row < end; ++row) {
+      const float* x = input_ + row * x_.row_stride();
       if (norm_.values != nullptr) {
-        rms_norm_row(x, norm_.values, norm_.size, norm_.eps, normalised);
-        x = normalised;
+        rms_norm_pack_row(x, {norm_.values, norm_.size, norm_.eps}, rows_, row, range);
+      } else {
+        pack_row(rows_, row, range, x);
       }
-      pack_row(rows_, row, x);
     }
   }
 
-  size_t scratch_bytes() const override { return norm_.size * sizeof(float); }
-
  private:
+  static constexpr int kItemValues = 2048;  // about a microsecond
+
   Operand x_;
   NormWeight norm_;
   Format weight_format_;
   int out_slot_;
   PackedRows rows_;
+  int num_parts_ = 1;  // of a tile
   const float* input_ = nullptr;
 };
 
@@ -168,37 +164,16 @@ class GemmInstruction final : public Instruction {
   GemmPlan plan_;
 };
 
-// out = a + b, where out may lie where a or b lies.
-class AddInstruction final : public Instruction {
- public:
-  AddInstruction(int a_slot, int b_slot, Operand out)
-      : a_slot_(a_slot), b_slot_(b_slot), out_(out) {}
-
-  int prepare(const StepContext& context) override {
-    args_.a = context.arena.floats(a_slot_);
-    args_.b = context.arena.floats(b_slot_);
-    args_.out = context.arena.floats(out_.slot);
-    args_.size = int64_t{num_rows_of(context.step, out_.rows)} * out_.width;
-    return static_cast<int>(add_num_items(args_));
-  }
-
-  void run_item(int item, const ThreadContext&) override { add_run_item(args_, item); }
-
- private:
-  AddArgs args_{};
-  int a_slot_, b_slot_;
-  Operand out_;
-};
-
 // The rows of x that logits are wanted of.
 class SelectRowsInstruction final : public Instruction {
  public:
   SelectRowsInstruction(Operand x, int out_slot) : x_(x), out_slot_(out_slot) {
-    args_.x_stride = args_.out_stride = args_.size = x.width;
+    args_.x_stride = x.row_stride();
+    args_.out_stride = args_.size = x.width;
   }
 
   int prepare(const StepContext& context) override {
-    args_.x = context.arena.floats(x_.slot);
+    args_.x = floats_of(context.arena, x_);
     args_.rows = context.step.logits_rows;
     args_.num_rows = context.step.num_rows;
     args_.out = context.arena.floats(out_slot_);

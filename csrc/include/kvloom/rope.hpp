@@ -25,6 +25,16 @@ inline void rotate_head(float* x, const float* rotation, int num_pairs) {
   }
 }
 
+// Rotates x[2 i] against x[2 i + 1] for i < num_pairs, in place.
+inline void rotate_neighbours(float* x, const float* rotation, int num_pairs) {
+  const float *cos = rotation, *sin = rotation + num_pairs;
+  for (int i = 0; i < num_pairs; ++i) {
+    const float a = x[2 * i], b = x[2 * i + 1];
+    x[2 * i] = a * cos[i] - b * sin[i];
+    x[2 * i + 1] = b * cos[i] + a * sin[i];
+  }
+}
+
 // x / sqrt(mean(x^2) + eps) * weight, in place; size is a multiple of 16.
 inline void norm_head(float* x, const float* weight, float eps, int size) {
   vf32 squares = {};

@@ -44,7 +44,9 @@ namespace kvloom {
 // vi32 widen_u8(const uint8_t* p), widen_s8(const int8_t* p)   kLanes bytes
 // void store_i8(int8_t* p, vi32 x)     saturating, kLanes bytes
 // float reduce_add(vf32 x), reduce_max(vf32 x)   halves against each other, log2(kLanes) times: a
-// fixed order vf32 dot_bf16(vf32 acc, vi32 a, vi32 b)  acc[l] += a.lo[l] * b.lo[l] + a.hi[l] *
+// fixed order
+// int32_t reduce_add(vi32 x), reduce_max(vi32 x)
+// vf32 dot_bf16(vf32 acc, vi32 a, vi32 b)  acc[l] += a.lo[l] * b.lo[l] + a.hi[l] *
 // b.hi[l], bf16 pairs; the
 //                                          order within the pair and flushing of subnormals vary
 //                                          with the ISA
@@ -118,13 +120,6 @@ KVLOOM_INLINE vi32 high_nibbles(vi32 x) { return (x >> 4) & 0x0f0f0f0f; }
 
 // ---- Numbers ----
 KVLOOM_INLINE vf32 vabs(vf32 x) { return as_f32(as_i32(x) & 0x7fffffff); }
-
-KVLOOM_INLINE int32_t reduce_add(vi32 x) {
-  int32_t lanes[kLanes], sum = 0;
-  store_i32(lanes, x);
-  for (int i = 0; i < kLanes; ++i) sum += lanes[i];
-  return sum;
-}
 
 // 2^x with a relative error of at most 3e-7. x <= -126.5 (and -inf) gives exactly 0, x >= 127.5
 // gives +inf, a NaN stays a NaN. The polynomial is the best of its degree for 2^f over [-1/2, 1/2]

@@ -66,6 +66,14 @@ inline void merge_states(const RowStates& total, const RowStates& part, int num_
   }
 }
 
+// What the values of a row's final state are multiplied by. `sink` is a score that has a share of
+// the weights and no value; -inf for none.
+inline float values_factor(const RowStates& row, float sink) {
+  const float max = *row.max > sink ? *row.max : sink;
+  const float keep = exp2_of(*row.max - max);
+  return keep / std::fma(*row.sum, keep, exp2_of(sink - max));
+}
+
 inline void clear_states(const RowStates& states, int num_rows, int size) {
   for (int r = 0; r < num_rows; ++r) {
     states.max[r] = -std::numeric_limits<float>::infinity();

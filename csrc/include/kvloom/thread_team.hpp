@@ -1,11 +1,10 @@
 // A team of threads that does one region of work at a time, the caller among them, and sleeps in
 // between.
 //
-//   team.run([&](int thread) noexcept {                    // once on each thread
-//     team.for_each_item(num_panels, [&](int64_t panel) {  // each item once, on whichever thread
-//     is free
+//   team.run([&](int thread) noexcept {                            // once on each thread
+//     team.for_each_item(thread, num_panels, [&](int64_t panel) {  // each item once
 //       run_item(args, panel, thread);
-//     });                                                  // all threads have passed all items
+//     });                                                          // all items are done
 //   });
 //
 // Every thread of a region makes the same calls of for_each_item() and barrier(), in the same
@@ -90,7 +89,8 @@ class Crew {
  public:
   using Entry = void (*)(void* function, int thread) noexcept;
 
-  explicit Crew(int num_threads) : num_threads_(num_threads) {
+  explicit Crew(int num_threads)
+      : num_threads_(num_threads), shares_(new Share[static_cast<size_t>(num_threads)]) {
     // Signals are for the threads of the application: one of ours would run no Python handler.
     sigset_t all, before;
     sigfillset(&all);
@@ -121,23 +121,50 @@ class Crew {
   }
 
   void barrier() {
-    if (num_threads_ == 1) {
-      next_item_.store(0, std::memory_order_relaxed);
-      return;
-    }
+    if (num_threads_ == 1) return;
     const uint32_t epoch = barrier_.epoch();
     if (num_arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == num_threads_) {
       num_arrived_.store(0, std::memory_order_relaxed);
-      next_item_.store(0, std::memory_order_relaxed);
       barrier_.open();
     } else {
       barrier_.wait_past(epoch, kNumSpins);
     }
   }
 
-  int64_t next_item() { return next_item_.fetch_add(1, std::memory_order_relaxed); }
+  template <class Function>
+  void for_each_item(int thread, int64_t num_items, Function&& function) {
+    Share& own = shares_[static_cast<size_t>(thread)];
+    // Counters of the other parity are read by nobody: all threads are past the loop that used
+    // them, and before the loop that will.
+    const uint32_t parity = ++own.num_loops & 1u;
+    own.num_taken[parity ^ 1u].store(0, std::memory_order_relaxed);
+    for (int i = 0; i < num_threads_; ++i) {
+      take_items((thread + i) % num_threads_, parity, num_items, function);
+    }
+    barrier();
+  }
 
  private:
+  // The items of one thread: num_items * t / n and on. Counters on lines of their own, so that a
+  // thread shares no memory with others before it helps them.
+  struct alignas(2 * kCacheLineBytes) Share {
+    std::atomic<int64_t> num_taken[2] = {{0}, {0}};  // by the parity of the loop
+    uint32_t num_loops = 0;
+  };
+
+  // Takes what is left of a thread's items, in their order.
+  template <class Function>
+  void take_items(int owner, uint32_t parity, int64_t num_items, Function&& function) {
+    std::atomic<int64_t>& num_taken = shares_[static_cast<size_t>(owner)].num_taken[parity];
+    const int64_t start = num_items * owner / num_threads_;
+    const int64_t count = num_items * (owner + 1) / num_threads_ - start;
+    // A look before each step: a counter that has run out is left as it is.
+    while (num_taken.load(std::memory_order_relaxed) < count) {
+      const int64_t item = num_taken.fetch_add(1, std::memory_order_relaxed);
+      if (item < count) function(start + item);
+    }
+  }
+
   // Some 40 microseconds: longer than threads drift apart in a step, shorter than a time slice, so
   // that with fewer free cores than threads the one that waits soon leaves its core to the one it
   // waits for.
@@ -168,8 +195,8 @@ class Crew {
   void* function_ = nullptr;
   bool is_stopping_ = false;
   Gate start_;
+  std::unique_ptr<Share[]> shares_;  // [num_threads]
   // On cache lines of their own: the one is hammered while the others are waited for.
-  alignas(kCacheLineBytes) std::atomic<int64_t> next_item_{0};
   alignas(kCacheLineBytes) std::atomic<int> num_arrived_{0};
   alignas(kCacheLineBytes) Gate barrier_;
 };
@@ -205,13 +232,12 @@ class ThreadTeam {
   // Inside a region: waits until every thread of the team is here.
   void barrier() { crew().barrier(); }
 
-  // Inside a region: calls function(item) once for each item in [0, num_items), over all threads,
-  // the next item for whichever thread is free; then a barrier.
+  // Inside a region: calls function(item) once for each item in [0, num_items), over all threads;
+  // then a barrier. Each thread takes a run of neighbours in order, so that what it reads can be
+  // brought near before it is there, and then what others have left of theirs.
   template <class Function>
-  void for_each_item(int64_t num_items, Function&& function) {
-    detail::Crew& crew = this->crew();
-    for (int64_t item; (item = crew.next_item()) < num_items;) function(item);
-    crew.barrier();
+  void for_each_item(int thread, int64_t num_items, Function&& function) {
+    crew().for_each_item(thread, num_items, function);
   }
 
  private:

@@ -6,7 +6,7 @@ activations in an arena whose size is known before the first step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -16,24 +16,19 @@ import numpy.typing as npt
 
 from kvloom.dtypes import DType
 from kvloom.errors import ConfigError, WeightsError
-from kvloom.kv.spec import AttentionSpec, FullAttentionSpec, KVCacheSpec
-from kvloom.ops.base import (
-    Communicator,
-    PackedFormat,
-    Parameter,
-    RunnableModel,
-    StepSizes,
-    StoredRows,
-)
+from kvloom.kv.spec import AttentionSpec, KVCacheSpec, MLAAttentionSpec
+from kvloom.ops.backend import RunnableModel, StepSizes
+from kvloom.ops.base import Communicator, PackedFormat, Parameter, StoredRows
 from kvloom.ops.isa import load_native
 from kvloom.ops.native_program import NativeProgram
 from kvloom.ops.rewrites import fuse
-from kvloom.ops.tape import record
+from kvloom.ops.tape import Tape, record
 
 Array = npt.NDArray[np.float32]
 
 BLOCK_MULTIPLE = 16  # tokens: as many scores as fill a vector
 _KV_DTYPES = (DType.FLOAT32, DType.BFLOAT16, DType.INT8)
+_ROW_DTYPES = (DType.FLOAT32, DType.BFLOAT16)  # of multi-head latent attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +37,15 @@ class NativeStorage:
 
     Attributes:
         raw: [size_bytes] of the layer's KV cache tensor; layers may share it.
-        num_blocks: block i begins at byte i x (size_bytes / num_blocks).
+        num_blocks: block i begins at byte offset_bytes + i x (size_bytes / num_blocks).
+        offset_bytes: where the layer's part of a block begins.
+        page_size_bytes: of that part.
     """
 
     raw: npt.NDArray[np.int8]
     num_blocks: int
+    offset_bytes: int
+    page_size_bytes: int
 
 
 class NativeBackend:
@@ -77,11 +76,7 @@ class NativeBackend:
         """Record and fuse the model's forward pass; called before weights are loaded."""
         tape = fuse(record(model, communicator.world_size))
         # Gate and up are packed side by side, so this must be known when they are.
-        self._gated = frozenset(
-            operation.arguments[1].name
-            for operation in tape.operations
-            if operation.name in ("gated_linear", "gated_pack")
-        )
+        self._gated = frozenset(_gate_names(tape))
         return NativeProgram(tape, (self.library, self.team), communicator, sizes)
 
     def pack(self, parameter: Parameter, array: npt.ArrayLike) -> Any:
@@ -96,31 +91,35 @@ class NativeBackend:
                 f"{parameter.name} should have shape {parameter.shape}, not {values.shape}; "
                 "the checkpoint does not belong to this config"
             )
-        if values.ndim == 1:
+        if not parameter.is_matrix:
             return values
-        rows = StoredRows("F32", values.shape[1], values.view(np.uint8).reshape(len(values), -1))
-        return self.pack_rows(parameter, "F32", [rows])
+        rows = values.reshape(-1, values.shape[-1])
+        stored = StoredRows("F32", rows.shape[1], rows.view(np.uint8))
+        return self.pack_rows(parameter, "F32", [stored])
 
     def pack_rows(
         self, parameter: Parameter, packed: PackedFormat, parts: Iterable[StoredRows]
     ) -> Any:
-        """A matrix from its sources' rows, one after another.
+        """A matrix, or a stack of them, from its sources' rows.
 
         Raises:
             WeightsError: the parts are not the parameter's rows.
         """
-        num_outputs, num_inputs = parameter.shape
+        *stack, num_outputs, num_inputs = parameter.shape
+        num_matrices = stack[0] if stack else 1
         is_gated = parameter.name in self._gated
-        weight = self._pool.allocate(packed, is_gated, num_outputs, num_inputs)
-        first_output = 0
+        weight = self._pool.allocate(packed, is_gated, num_outputs, num_inputs, num_matrices)
+        num_packed = 0
         for part in parts:
             num_rows = len(part.data)
-            if part.num_inputs != num_inputs or first_output + num_rows > num_outputs:
+            if part.num_inputs != num_inputs:
                 break
-            weight.pack(part.format, part.data, first_output)
-            first_output += num_rows
+            if part.first_row + num_rows > num_matrices * num_outputs:
+                break
+            weight.pack(part.format, part.data, part.first_row)
+            num_packed += num_rows
         else:
-            if first_output == num_outputs:
+            if num_packed == num_matrices * num_outputs:
                 return weight
         raise WeightsError(
             f"the rows of {parameter.name} do not make up shape {parameter.shape}; "
@@ -133,7 +132,11 @@ class NativeBackend:
         return raw
 
     def view_kv(
-        self, raw: npt.NDArray[np.int8], spec: KVCacheSpec, num_blocks: int
+        self,
+        raw: npt.NDArray[np.int8],
+        spec: KVCacheSpec,
+        num_blocks: int,
+        offset_bytes: int = 0,
     ) -> NativeStorage:
         """A layer's blocks in `raw`.
 
@@ -142,16 +145,18 @@ class NativeBackend:
         """
         if (problem := find_problem(spec)) is not None:
             raise ConfigError(f"the native backend {problem}; use backend reference")
-        if raw.nbytes % num_blocks or raw.nbytes // num_blocks < spec.page_size_bytes:
+        end = offset_bytes + spec.page_size_bytes
+        if raw.nbytes % num_blocks or raw.nbytes // num_blocks < end:
             raise ConfigError(
-                f"{raw.nbytes} bytes do not hold {num_blocks} blocks of {spec.page_size_bytes}; "
-                "allocate what the KV cache config says"
+                f"{raw.nbytes} bytes do not hold {num_blocks} blocks of {spec.page_size_bytes} at "
+                f"{offset_bytes}; allocate what the KV cache config says"
             )
-        return NativeStorage(raw, num_blocks)
+        return NativeStorage(raw, num_blocks, offset_bytes, spec.page_size_bytes)
 
     def copy_blocks(self, storage: NativeStorage, copies: list[tuple[int, int]]) -> None:
         """Copy blocks in order, so that a later copy may read an earlier one's destination."""
-        blocks = storage.raw.reshape(storage.num_blocks, -1)
+        part = slice(storage.offset_bytes, storage.offset_bytes + storage.page_size_bytes)
+        blocks = storage.raw.reshape(storage.num_blocks, -1)[:, part]
         for source, destination in copies:
             blocks[destination] = blocks[source]
 
@@ -160,24 +165,44 @@ class NativeBackend:
         return value
 
 
+def _gate_names(tape: Tape) -> Iterator[str]:
+    """The parameters whose rows are gates, then what they let through."""
+    for operation in tape.operations:
+        if operation.name in ("gated_linear", "gated_pack"):
+            yield operation.arguments[1].name
+        elif operation.name == "gate_experts":
+            yield operation.arguments[2].gate_up.name
+
+
 def find_problem(spec: KVCacheSpec) -> str | None:
     """Why the kernels do not compute a layer of this spec; None if they do."""
     if spec.block_size % BLOCK_MULTIPLE:
         return f"stores KV in blocks of multiples of {BLOCK_MULTIPLE} tokens, not {spec.block_size}"
-    if not isinstance(spec, FullAttentionSpec) or (
-        spec.sliding_window is not None or spec.attention_chunk_size is not None
-    ):
-        return "computes full attention alone, without windows or chunks"
-    return _find_head_problem(spec)
-
-
-def _find_head_problem(spec: AttentionSpec) -> str | None:
+    if not isinstance(spec, AttentionSpec):
+        return f"computes attention over KV, not {type(spec).__name__}"
+    if isinstance(spec, MLAAttentionSpec):
+        return _find_row_problem(spec)
     if spec.dtype not in _KV_DTYPES:
-        known = ", ".join(dtype.value for dtype in _KV_DTYPES)
-        return f"stores KV as one of {known}, not {spec.dtype.value}"
+        return f"stores KV as one of {_names(_KV_DTYPES)}, not {spec.dtype.value}"
     step = 32 if spec.dtype is DType.INT8 else 16
     for size in (spec.head_size, spec.value_head_size):
         if size % step or not 0 < size <= 512:
             kind = f"{spec.dtype.value} KV"
             return f"computes heads of multiples of {step} up to 512 with {kind}, not {size}"
     return None
+
+
+def _find_row_problem(spec: MLAAttentionSpec) -> str | None:
+    if spec.dtype not in _ROW_DTYPES:
+        return f"stores latent rows as one of {_names(_ROW_DTYPES)}, not {spec.dtype.value}"
+    size, size_v = spec.head_size, spec.value_head_size
+    if size % 16 or size_v % 16 or not 0 < size_v <= size <= 640:
+        return (
+            "computes latent rows of multiples of 16 up to 640, values included, "
+            f"not {size} with {size_v}"
+        )
+    return None
+
+
+def _names(dtypes: tuple[DType, ...]) -> str:
+    return ", ".join(dtype.value for dtype in dtypes)

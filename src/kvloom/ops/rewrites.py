@@ -1,51 +1,43 @@
 """Fusions: rewrites of a tape into operations that the native library runs as one.
 
-Each rewrite takes a tape and returns one with the same result. What the new operations mean:
+Each rewrite takes a tape and returns one with the same result. What the new operations mean, but
+for those of attention, which rewrites_attention.py tells:
 
-store_qkv(kv, x, heads, norms, positions, rope, scale) -> q
-    split_heads(x, *heads); rms_norm of q and of k by `norms`, unless it is None; rope; k and v are
-    stored in their slots. q is an opaque value that only `attend` reads.
-attend(kv, q)                                attention of q over the stored blocks
 gated_linear(x, weight, bias, activation)    gated_activation(linear(x, weight, bias), activation)
 add_linear(residual, x, weight, bias)        add(residual, linear(x, weight, bias))
+add_norm(residual, x, norm, eps)             add(residual, rms_norm(x, norm, eps))
 pack(x, weight)                              x in the form that linear operations with `weight` read
 norm_pack(x, norm, eps, weight)              pack(rms_norm(x, norm, eps), weight)
 gated_pack(x, weight, bias, activation, next_weight)
     pack(gated_linear(x, weight, bias, activation), next_weight)
+pack_heads(x, weight)                        x in the form that head_linear with `weight` reads
+pack_experts(x, routes, experts) -> rows     x for each of its experts, in the experts' order
+gate_experts(rows, routes, experts) -> inner their gated activations
+down_experts(inner, routes, experts) -> y    what experts make of their rows
+sum_experts(y, routes, experts)              experts(x, routes, experts)
 
 Standard library only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import replace
 
-from kvloom.ops.base import Parameter
-from kvloom.ops.tape import Operation, Rows, Tape, TapeValue
+from kvloom.ops.rewrites_attention import fuse_attention
+from kvloom.ops.tape import Operation, Rows, Tape, TapeInput, TapeValue
 
 # Operations that compute a row of their output from the same row of their inputs alone.
-_ROW_WISE = frozenset({"linear", "rms_norm", "add", "gated_activation", "all_reduce"})
+_ROW_WISE = frozenset(
+    {
+        *("linear", "head_linear", "rms_norm", "layer_norm", "add", "multiply"),
+        *("multiply_columns", "scale", "soft_cap", "activation", "gated_activation"),
+        *("gaussian_top", "match_rms", "split", "concat", "split_heads", "heads", "merge_heads"),
+        *("route", "experts", "all_reduce", "all_gather"),
+    }
+)
 # Position of x, and of the weight, in the arguments of operations that multiply by a weight.
 _LINEAR_ARGUMENTS = {"linear": (0, 1), "gated_linear": (0, 1), "add_linear": (1, 2)}
-
-
-class HeadCounts(NamedTuple):
-    """How the columns of a qkv value are cut, as `split_heads` takes it."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-
-
-@dataclass(frozen=True, slots=True)
-class HeadNorms:
-    """The norms over each head of q and of k."""
-
-    q: Parameter
-    k: Parameter
-    eps: float
 
 
 def fuse(tape: Tape) -> Tape:
@@ -55,8 +47,10 @@ def fuse(tape: Tape) -> Tape:
         fuse_attention,
         fuse_gate,
         fuse_residual,
+        fuse_residual_norm,
         pack_rows,
         fuse_gate_pack,
+        pack_stacks,
     ):
         tape = rewrite(tape)
     return tape
@@ -65,43 +59,49 @@ def fuse(tape: Tape) -> Tape:
 def hoist_row_selection(tape: Tape) -> Tape:
     """Select the rows of the logits as early as possible: nothing is computed for other rows.
 
-    Operations that work row by row, and whose results only the selection needs, move behind it:
+    Operations that work row by row, and whose results only selections need, move behind them:
     below the last attention, that is.
     """
-    selections = [operation for operation in tape.operations if operation.name == "select_rows"]
-    if len(selections) != 1:
+    selections = {operation for operation in tape.operations if operation.name == "select_rows"}
+    if not selections:
         return tape
-    late = _only_needed_by(selections[0], tape)
-    hoisting = _Hoisting(selections[0], tape.next_index)
+    late = _only_needed_by(selections, tape)
+    (rows,) = {operation.arguments[1] for operation in selections}
+    hoisting = _Hoisting(rows, tape.next_index)
     operations = [new for op in tape.operations for new in hoisting.rewrite(op, op in late)]
-    return replace(tape, operations=tuple(operations))
+    return Tape(tuple(operations), hoisting.selected(tape.result))
 
 
-def _only_needed_by(select: Operation, tape: Tape) -> set[Operation]:
-    """The row-wise operations whose results nothing but `select` needs, even indirectly."""
-    readers, found = tape.readers(), {select}
+def _only_needed_by(selections: set[Operation], tape: Tape) -> set[Operation]:
+    """The row-wise operations whose results nothing but `selections` need, even indirectly."""
+    readers, found = tape.readers(), set(selections)
     for operation in reversed(tape.operations):
-        if operation.name not in _ROW_WISE or operation.output.rows is Rows.LOGITS:
+        if operation.name not in _ROW_WISE or operation.outputs[0].rows is Rows.LOGITS:
             continue
-        if set(readers[operation.output.index]) <= found:
+        if all(set(readers.get(value.index, ())) <= found for value in operation.outputs):
             found.add(operation)
-    return found - {select}
+    return found - selections
 
 
 class _Hoisting:
-    """Moves one selection up, operation by operation."""
+    """Moves selections up, operation by operation."""
 
-    def __init__(self, select: Operation, next_index: int) -> None:
-        self._select = select
-        self._rows = select.arguments[1]
+    def __init__(self, rows: TapeInput, next_index: int) -> None:
+        self._rows = rows
         self._next_index = next_index
         self._selected: dict[int, TapeValue] = {}  # by the index of what was selected from
+
+    def selected(self, value: TapeValue) -> TapeValue:
+        """What stands for the value behind the selections."""
+        return self._selected.get(value.index, value)
 
     def rewrite(self, operation: Operation, is_late: bool) -> list[Operation]:
         """What stands in the operation's place."""
         if is_late:
             return self._rewrite_late(operation)
-        if operation is not self._select:
+        if operation.outputs[0].rows is Rows.TOKENS:
+            return [operation]
+        if operation.name != "select_rows":
             return [operation.with_inputs(self._selected)]
         x, _ = operation.arguments
         if x.index not in self._selected:
@@ -117,55 +117,18 @@ class _Hoisting:
                 self._next_index += 1
                 self._selected[value.index] = selected
                 new.append(Operation("select_rows", (value, self._rows), (selected,)))
-        output = replace(operation.output, rows=Rows.LOGITS)
-        late = replace(operation.with_inputs(self._selected), outputs=(output,))
-        self._selected[output.index] = output
-        return [*new, late]
+        outputs = tuple(self._select_output(operation, value) for value in operation.outputs)
+        self._selected |= {value.index: value for value in outputs}
+        return [*new, replace(operation.with_inputs(self._selected), outputs=outputs)]
 
-
-def fuse_attention(tape: Tape) -> Tape:
-    """split_heads, the heads' norms, rope and attention become store_qkv and attend."""
-    readers, writers = tape.readers(), tape.writers()
-    changes: dict[Operation, tuple[Operation, ...]] = {}
-    for attention in tape.operations:
-        if attention.name != "attention":
-            continue
-        kv, q, k, _v, scale = attention.arguments
-        rope = writers[q.index]
-        if rope.name != "rope" or rope.outputs != (q, k):
-            continue
-        q_in, k_in, positions, angles = rope.arguments
-        q_norm, k_norm = writers[q_in.index], writers[k_in.index]
-        norms = _head_norms(q_norm, k_norm)
-        split = writers[q_norm.arguments[0].index] if norms else q_norm
-        between = [rope, *([q_norm, k_norm] if norms else [])]
-        if split.name != "split_heads" or not _are_private([split, *between], attention, readers):
-            continue
-        x, *heads = split.arguments
-        stored = replace(q, shape=(heads[0], heads[2]))
-        changes |= dict.fromkeys([split, *between], ())
-        arguments = (kv, x, HeadCounts(*heads), norms, positions, angles, scale)
-        changes[attention] = (
-            Operation("store_qkv", arguments, (stored,)),
-            replace(attention, name="attend", arguments=(kv, stored)),
-        )
-    return _replace(tape, changes)
-
-
-def _head_norms(q_norm: Operation, k_norm: Operation) -> HeadNorms | None:
-    if q_norm.name != "rms_norm" or k_norm.name != "rms_norm":
-        return None
-    (_, q, eps), (_, k, k_eps) = q_norm.arguments, k_norm.arguments
-    return HeadNorms(q, k, eps) if eps == k_eps else None
-
-
-def _are_private(
-    operations: Sequence[Operation], last: Operation, readers: dict[int, list[Operation]]
-) -> bool:
-    """Whether nothing but `operations` and `last` reads what `operations` write."""
-    allowed = {*operations, last}
-    values = (value for operation in operations for value in operation.outputs)
-    return all(set(readers.get(value.index, ())) <= allowed for value in values)
+    def _select_output(self, operation: Operation, value: TapeValue) -> TapeValue:
+        """The output as it is once the operation's inputs are selected rows."""
+        if value.base == value.index:
+            return replace(value, rows=Rows.LOGITS)
+        (viewed,) = operation.inputs
+        selected = self._selected[viewed.index]
+        first_column = selected.first_column + value.first_column - viewed.first_column
+        return replace(value, rows=Rows.LOGITS, base=selected.base, first_column=first_column)
 
 
 def fuse_gate(tape: Tape) -> Tape:
@@ -195,6 +158,15 @@ def fuse_residual(tape: Tape) -> Tape:
     return _fuse_pairs(tape, ("linear", "add", 1), fuse_pair)
 
 
+def fuse_residual_norm(tape: Tape) -> Tape:
+    """add(residual, rms_norm(...)) becomes add_norm."""
+
+    def fuse_pair(norm: Operation, add: Operation) -> Operation:
+        return replace(add, name="add_norm", arguments=(add.arguments[0], *norm.arguments))
+
+    return _fuse_pairs(tape, ("rms_norm", "add", 1), fuse_pair)
+
+
 def pack_rows(tape: Tape) -> Tape:
     """Linear operations read packed rows: a norm writes them, or else an operation of its own."""
     writers, readers = tape.writers(), tape.readers()
@@ -214,7 +186,7 @@ def pack_rows(tape: Tape) -> Tape:
             changes[writer] = ()
         arguments = (*operation.arguments[:at], packed, *operation.arguments[at + 1 :])
         changes[operation] = (pack, replace(operation, arguments=arguments))
-    return _replace(tape, changes)
+    return tape.exchange(changes)
 
 
 def fuse_gate_pack(tape: Tape) -> Tape:
@@ -225,6 +197,44 @@ def fuse_gate_pack(tape: Tape) -> Tape:
         return replace(pack, name="gated_pack", arguments=(*gated.arguments, next_weight))
 
     return _fuse_pairs(tape, ("gated_linear", "pack", 0), fuse_pair)
+
+
+def pack_stacks(tape: Tape) -> Tape:
+    """Products with stacks of matrices read rows that are packed for each of their matrices."""
+    index = tape.next_index
+    changes: dict[Operation, tuple[Operation, ...]] = {}
+    for operation in tape.operations:
+        if operation.name == "head_linear":
+            changes[operation] = _pack_heads(operation, index)
+        elif operation.name == "experts":
+            changes[operation] = _run_experts(operation, index)
+        index += 3
+    return tape.exchange(changes)
+
+
+def _pack_heads(operation: Operation, index: int) -> tuple[Operation, ...]:
+    x, weight = operation.arguments
+    packed = TapeValue(index, x.rows, x.shape, base=index)
+    return (
+        Operation("pack_heads", (x, weight), (packed,)),
+        replace(operation, arguments=(packed, weight)),
+    )
+
+
+def _run_experts(operation: Operation, index: int) -> tuple[Operation, ...]:
+    x, routes, experts = operation.arguments
+    num_choices, (_, size, inner_size) = routes.width // 2, experts.down.shape
+    widths = (x.width, inner_size, size)
+    rows, inner, y = (
+        TapeValue(index + i, x.rows, (num_choices, width), base=index + i)
+        for i, width in enumerate(widths)
+    )
+    return (
+        Operation("pack_experts", (x, routes, experts), (rows,)),
+        Operation("gate_experts", (rows, routes, experts), (inner,)),
+        Operation("down_experts", (inner, routes, experts), (y,)),
+        replace(operation, name="sum_experts", arguments=(y, routes, experts)),
+    )
 
 
 def _fuse_pairs(
@@ -249,10 +259,4 @@ def _fuse_pairs(
             continue
         if (fused := fuse_pair(first, second)) is not None:
             changes |= {first: (), second: (fused,)}
-    return _replace(tape, changes)
-
-
-def _replace(tape: Tape, changes: dict[Operation, tuple[Operation, ...]]) -> Tape:
-    """The tape with other operations in the places of some; the others stay."""
-    operations = [new for op in tape.operations for new in changes.get(op, (op,))]
-    return replace(tape, operations=tuple(operations))
+    return tape.exchange(changes)

@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 from kvloom.ops.tape import Operation, Rows, Tape, TapeValue
 
 # Operations that may write where one of their inputs lies -> which argument that is.
-_IN_PLACE = {"add_linear": 0, "add": 0}
+_IN_PLACE = {
+    **dict.fromkeys(("add_linear", "add", "add_norm", "multiply", "multiply_columns"), 0),
+    **dict.fromkeys(("scale", "soft_cap", "activation"), 0),
+}
 
 
 @dataclass(slots=True)
@@ -46,7 +49,7 @@ def plan_slots(tape: Tape, row_bytes: Callable[[TapeValue], int]) -> SlotPlan:
     """Give every value a slot that no other living value has.
 
     A value lives from the operation that writes it to the last that reads it or a view of it. An
-    operation never writes where its inputs lie, but for those that add to one of them.
+    operation never writes where its inputs lie, but for those that compute value by value.
     """
     plan, last_reads, free = SlotPlan(), tape.last_reads(), list[int]()
     for position, operation in enumerate(tape.operations):
@@ -72,7 +75,9 @@ def _reused_slot(
         return None
     value = operation.arguments[_IN_PLACE[operation.name]]
     ends_here = last_reads[value.base] == position and value.base == value.index
-    return plan.slot_of[value.index] if ends_here else None
+    # A view of the same memory may be read at other places than are being written.
+    is_viewed = any(other.base == value.base and other != value for other in operation.inputs)
+    return plan.slot_of[value.index] if ends_here and not is_viewed else None
 
 
 def _take_slot(plan: SlotPlan, free: list[int], value: TapeValue, row_bytes: int) -> int:

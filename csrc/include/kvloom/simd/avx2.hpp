@@ -70,6 +70,18 @@ KVLOOM_INLINE float reduce_max(vf32 x) {
   const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 }
+KVLOOM_INLINE int32_t reduce_add(vi32 x) {
+  const __m256i all = (__m256i)x;
+  const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+  const __m128i two = _mm_add_epi32(four, _mm_unpackhi_epi64(four, four));
+  return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 1)));
+}
+KVLOOM_INLINE int32_t reduce_max(vi32 x) {
+  const __m256i all = (__m256i)x;
+  const __m128i four = _mm_max_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+  const __m128i two = _mm_max_epi32(four, _mm_unpackhi_epi64(four, four));
+  return _mm_cvtsi128_si32(_mm_max_epi32(two, _mm_shuffle_epi32(two, 1)));
+}
 
 KVLOOM_INLINE vf32 dot_bf16(vf32 acc, vi32 a, vi32 b) {
   acc = fma((vf32)((vu32)a << 16), (vf32)((vu32)b << 16), acc);

@@ -46,6 +46,8 @@ KVLOOM_INLINE void store_i8(int8_t* p, vi32 x) {
 
 KVLOOM_INLINE float reduce_add(vf32 x) { return _mm512_reduce_add_ps(x); }
 KVLOOM_INLINE float reduce_max(vf32 x) { return _mm512_reduce_max_ps(x); }
+KVLOOM_INLINE int32_t reduce_add(vi32 x) { return _mm512_reduce_add_epi32((__m512i)x); }
+KVLOOM_INLINE int32_t reduce_max(vi32 x) { return _mm512_reduce_max_epi32((__m512i)x); }
 
 #if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
 

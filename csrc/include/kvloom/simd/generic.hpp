@@ -104,6 +104,11 @@ KVLOOM_INLINE float reduce_max(vf32 x) {
   const float even = x[0] > x[2] ? x[0] : x[2], odd = x[1] > x[3] ? x[1] : x[3];
   return even > odd ? even : odd;
 }
+KVLOOM_INLINE int32_t reduce_add(vi32 x) { return (x[0] + x[2]) + (x[1] + x[3]); }
+KVLOOM_INLINE int32_t reduce_max(vi32 x) {
+  const int32_t even = x[0] > x[2] ? x[0] : x[2], odd = x[1] > x[3] ? x[1] : x[3];
+  return even > odd ? even : odd;
+}
 
 KVLOOM_INLINE vf32 dot_bf16(vf32 acc, vi32 a, vi32 b) {
   acc = fma((vf32)((vu32)a << 16), (vf32)((vu32)b << 16), acc);

@@ -1,0 +1,101 @@
+"""What turns a model over the vocabulary into something that runs. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvloom.kv.spec import KVCacheSpec
+from kvloom.ops.base import Batch, Communicator, Ops, PackedFormat, Parameter, StoredRows, Value
+
+
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """The most a step may hold.
+
+    Attributes:
+        max_num_tokens: over all requests.
+        max_num_reqs: requests.
+        max_num_rows: rows of logits.
+        max_model_len: stored tokens of one request.
+        block_size: tokens per block that layers ask for; a group may choose a multiple.
+    """
+
+    max_num_tokens: int
+    max_num_reqs: int
+    max_num_rows: int
+    max_model_len: int
+    block_size: int
+
+
+class RunnableModel(Protocol):
+    """What a backend asks of a model."""
+
+    def forward(self, ops: Ops, batch: Batch) -> Value:
+        """Logits [num_rows, vocab_size], by operations alone."""
+
+
+class Executable(Protocol):
+    """A model's forward pass in the form a backend runs it in.
+
+    Attributes:
+        activation_bytes: memory it needs beyond weights and KV; None if that must be measured.
+    """
+
+    @property
+    def activation_bytes(self) -> int | None:
+        """Known once the weights are loaded."""
+
+    def bind(self) -> None:
+        """Take the storage that the model's KV layers are bound to; before the first step."""
+
+    def forward(self, batch: Batch) -> Value:
+        """Logits [num_rows, vocab_size] of a step; valid until the next."""
+
+
+class Backend(Protocol):
+    """Turns a model, its weights and KV memory into what it runs. One per worker.
+
+    Attributes:
+        name: as the user names it.
+        packs_stored_rows: whether `pack_rows` takes matrices as they are stored.
+    """
+
+    name: str
+    packs_stored_rows: bool
+
+    def compile(
+        self, model: RunnableModel, communicator: Communicator, sizes: StepSizes
+    ) -> Executable:
+        """The model's forward pass; called before weights are loaded."""
+
+    def pack_rows(
+        self, parameter: Parameter, packed: PackedFormat, parts: Iterable[StoredRows]
+    ) -> Any:
+        """A matrix from its sources' rows, one after another."""
+
+    def pack(self, parameter: Parameter, array: Any) -> Any:
+        """A host array of `parameter.shape` in the form this backend's operations read."""
+
+    def allocate_kv(self, size_bytes: int) -> Any:
+        """Raw zeroed memory for one KVCacheTensor."""
+
+    def view_kv(self, raw: Any, spec: KVCacheSpec, num_blocks: int, offset_bytes: int = 0) -> Any:
+        """A layer's storage over raw memory: what KVLayer.storage holds.
+
+        Block i begins at byte offset_bytes + i x (bytes of raw / num_blocks).
+        """
+
+    def copy_blocks(self, storage: Any, copies: list[tuple[int, int]]) -> None:
+        """Copy whole blocks (source, destination) within one layer's storage."""
+
+    def to_host(self, value: Value) -> Any:
+        """A value as a float32 numpy array."""
+
+
+class EagerBackend(Backend, Protocol):
+    """A backend that computes each operation when it is called."""
+
+    def ops(self, batch: Batch, communicator: Communicator) -> Ops:
+        """The operations for one step over `batch`."""
