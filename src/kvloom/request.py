@@ -88,14 +88,30 @@ class SamplingParams:
                 "min_tokens", f"{self.min_tokens} is more than max_tokens {self.max_tokens}"
             )
         for name in ("stop", "bad_words"):
-            if any(not word for word in getattr(self, name)):
-                raise RequestError(name, "an empty string matches everywhere; leave it out")
+            for word in getattr(self, name):
+                if not word:
+                    raise RequestError(name, "an empty string matches everywhere; leave it out")
+                check_unicode(name, word)
         _check_logit_bias(self.logit_bias)
 
     @property
     def is_greedy(self) -> bool:
         """Whether the most likely token is always chosen."""
         return self.temperature == 0.0
+
+
+def check_unicode(name: str, text: str) -> None:
+    """Refuse what has no bytes in UTF-8, so that no tokenizer takes it.
+
+    Raises:
+        RequestError: field `name` holds half of a surrogate pair.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            name, f"character {error.start} is half of a surrogate pair; send valid Unicode"
+        ) from None
 
 
 _OPTIONAL = frozenset(

@@ -5,10 +5,15 @@ Only these cross to a worker. `block_ids` and `new_block_ids` have one list per 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvloom.request import ResolvedSamplingParams
+
+# Rows of logits a step may have beyond one per request, all for scoring prompts. Each takes a float
+# per token of the vocabulary, so that the bound, and not the token budget, decides their memory.
+MAX_EXTRA_LOGITS_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +57,10 @@ class SchedulerOutput:
     """One step: who runs, how many tokens each, and where their blocks are.
 
     Attributes:
+        num_scheduled_tokens: by request. Those that ask for prompt log-probabilities have, over
+            all of them, at most `MAX_EXTRA_LOGITS_ROWS` tokens beyond one each.
         num_common_prefix_blocks: per group, the leading blocks, full or not, that every running
-            request holds.
+            request holds; none where a first column is null.
         finished_req_ids: requests that ended since the last step; workers drop their state.
         block_copies: (source, destination) block ids per copy, done before the forward pass.
         scheduled_spec_decode_tokens, scheduled_encoder_inputs, free_encoder_mm_hashes,
@@ -74,6 +81,19 @@ class SchedulerOutput:
     grammar_bitmask: Any | None
     kv_connector_metadata: Any | None
     block_copies: list[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMask:
+    """The only tokens that some requests of a step may sample, such as those of a grammar.
+
+    Attributes:
+        rows: the row of `bits` that a request obeys; one that is absent may sample any token.
+        bits: uint32 [num_rows, cdiv(vocab_size, 32)]; bit i % 32 of word i // 32 is token i.
+    """
+
+    rows: dict[str, int]
+    bits: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +130,7 @@ class ModelRunnerOutput:
     errors: dict[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # one per request and step: making a frozen one takes three times as long
 class RequestEvent:
     """What one step changed for one request, as the scheduler reports it to the engine.
 
@@ -123,8 +143,8 @@ class RequestEvent:
 
     req_id: str
     new_token_ids: list[int]
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: Sequence[TokenLogprobs] = ()
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0

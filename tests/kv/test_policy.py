@@ -1,41 +1,82 @@
 from __future__ import annotations
 
+import random
+
 import pytest
 
-from kvloom.dtypes import DType
 from kvloom.errors import ConfigError
-from kvloom.kv.policy import POLICIES, make_policy
-from kvloom.kv.pool import BlockPool
-from kvloom.kv.spec import FullAttentionSpec, KVLimits, SlidingWindowSpec
+from kvloom.kv.policy import NEVER, POLICIES, make_policy
+from kvloom.kv.spec import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SharedKVSpec,
+    SlidingWindowSpec,
+)
+from visibility import Kind, joint_hit
 
-COMMON = {"num_kv_heads": 1, "head_size": 4, "dtype": DType.FLOAT32}
-
-
-@pytest.mark.parametrize("block_size", [1, 2, 16, 256])
-def test_full_attention_reaches_into_every_started_block(block_size):
-    spec = FullAttentionSpec(block_size=block_size, **COMMON)
-    policy = make_policy(spec)
-    for num_tokens in (0, 1, block_size, block_size + 1, 1000):
-        positions = {position // block_size for position in range(num_tokens)}
-        assert policy.num_blocks(num_tokens) == len(positions)
-        # What is allocated never exceeds the bound that admission and planner share.
-        assert policy.num_blocks(num_tokens) <= spec.max_num_blocks(num_tokens, KVLimits(2048, 64))
-
-
-def test_full_attention_hits_end_at_the_first_gap():
-    pool = BlockPool(9)
-    policy = make_policy(FullAttentionSpec(block_size=4, **COMMON))
-    blocks = pool.take(4)
-    for block, name in zip(blocks, (b"0", b"1", b"3", b"0"), strict=True):
-        pool.publish(block, (1, name))
-    assert policy.longest_hit(pool, 1, [b"0", b"1", b"2", b"3"]) == blocks[:2]
-    assert policy.longest_hit(pool, 1, [b"0"]) == blocks[:1]
-    assert policy.longest_hit(pool, 1, []) == []
-    assert policy.longest_hit(pool, 0, [b"0"]) == []
+KINDS = [
+    Kind("full", 4),
+    Kind("latent", 2),
+    *(Kind("window", block_size, size) for block_size in (1, 4) for size in (1, 2, 4, 7, 33)),
+    *(Kind("chunk", block_size, size) for block_size in (1, 4) for size in (1, 2, 6, 8, 33)),
+]
+NUM_TOKENS = 80
 
 
-def test_kinds_without_a_policy_are_refused_by_name():
-    assert set(POLICIES) == {FullAttentionSpec}
-    spec = SlidingWindowSpec(block_size=4, sliding_window=8, **COMMON)
-    with pytest.raises(ConfigError, match=r"SlidingWindowSpec.*FullAttentionSpec"):
-        make_policy(spec)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_what_is_seen_follows_the_definition(kind):
+    policy = make_policy(kind.spec)
+    for position in range(NUM_TOKENS):
+        seen = [key for key in range(NUM_TOKENS) if kind.sees(position, key)]
+        assert policy.first_visible_token(position) == seen[0]
+        assert policy.first_visible_column(position) == seen[0] // kind.block_size
+        blind = (
+            query for query in range(position, 3 * NUM_TOKENS) if not kind.sees(query, position)
+        )
+        assert policy.first_blind_position(position) == next(blind, NEVER)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_longest_hit_is_the_first_of_all_lengths_that_will_do(kind):
+    policy = make_policy(kind.spec)
+    rng = random.Random(str(kind))
+    lengths = set()
+    for _ in range(300):
+        share = rng.choice([0.0, 0.5, 0.9, 1.0])
+        cached = {c for c in range(NUM_TOKENS // kind.block_size) if rng.random() < share}
+        num_tokens = rng.randrange(NUM_TOKENS)
+        # Another group may ask for longer steps.
+        other = Kind("window", kind.block_size * rng.choice([1, 1, 2, 3]), 1)
+        asked = []
+
+        def is_cached(column, cached=cached, asked=asked):
+            asked.append(column)
+            return column in cached
+
+        hit = policy.longest_hit(is_cached, num_tokens, other.block_size)
+        brute = joint_hit(
+            [kind, other], num_tokens + 1, lambda group, c, cached=cached: group == 1 or c in cached
+        )
+        assert hit == brute
+        assert len(asked) == len(set(asked))
+        lengths.add(hit)
+    assert len(lengths) > 3
+
+
+def test_a_cold_prompt_costs_one_question_per_window():
+    policy = make_policy(Kind("window", 1, 10).spec)
+    asked = []
+    assert policy.longest_hit(asked.append, 90, 1) == 0  # append answers None: nothing is cached
+    assert asked == [*range(81, 0, -9), 0]
+
+
+def test_every_kind_that_stores_has_a_policy():
+    assert set(POLICIES) == {
+        FullAttentionSpec,
+        MLAAttentionSpec,
+        SlidingWindowSpec,
+        ChunkedLocalAttentionSpec,
+    }
+    with pytest.raises(ConfigError, match=r"SharedKVSpec.*FullAttentionSpec"):
+        make_policy(SharedKVSpec(block_size=4, target="layers.0"))

@@ -1,4 +1,4 @@
-"""Random submit, abort, stop, step and reset, with `check()` after each.
+"""Random submit, abort, stop, step and reset over all attention kinds, with `check()` after each.
 
 A fake runner knows nothing but the emitted steps, and plays the device: every slot remembers which
 prefix it was written for, and whatever a request reads must have been written for its own tokens.
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import pytest
 
 from kvloom.config import SchedulerConfig
-from kvloom.dtypes import DType
 from kvloom.kv.manager import KVCacheManager
-from kvloom.kv.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVLimits
+from kvloom.kv.spec import KVLimits
 from kvloom.request import Request, RequestStatus, ResolvedSamplingParams
 from kvloom.sched.scheduler import Scheduler
 from kvloom.step import CachedRequestData, ModelRunnerOutput, SchedulerOutput
+from visibility import Kind, cache_of
 
 NUM_OPERATIONS = 10_000  # over all worlds
 VOCAB_SIZE = 50
@@ -69,10 +69,12 @@ class Row:
 class ShadowRunner:
     """Keeps its rows by diffs alone and verifies every read against what was written."""
 
-    def __init__(self, num_blocks: int, block_size: int, num_groups: int) -> None:
+    def __init__(self, num_blocks: int, kinds: Sequence[Kind]) -> None:
         self._num_blocks = num_blocks
-        self._block_size = block_size
-        self._slots: list[dict[int, Cell]] = [{} for _ in range(num_groups)]
+        self._kinds = kinds
+        self._slots: dict[
+            tuple[int, int], Cell
+        ] = {}  # by block id and offset: groups share the ids
         self._rows: dict[str, Row] = {}
         self.num_reused_tokens = 0
 
@@ -122,21 +124,23 @@ class ShadowRunner:
             for table, ids in zip(row.tables, cached.new_block_ids[i], strict=True):
                 table += ids
 
-    def _slot(self, table: list[int], position: int) -> int:
-        block_id = table[position // self._block_size]
+    def _slot(self, kind: Kind, table: list[int], position: int) -> tuple[int, int]:
+        block_id = table[position // kind.block_size]
         assert 0 < block_id < self._num_blocks
-        return block_id * self._block_size + position % self._block_size
+        return block_id, position % kind.block_size
 
     def _write(self, row: Row, num_tokens: int) -> None:
-        for slots, table in zip(self._slots, row.tables, strict=True):
+        for kind, table in zip(self._kinds, row.tables, strict=True):
             for position in range(row.num_computed, row.num_computed + num_tokens):
-                slots[self._slot(table, position)] = row.cells[position]
+                self._slots[self._slot(kind, table, position)] = row.cells[position]
 
     def _verify(self, row: Row, num_read: int) -> None:
-        for slots, table in zip(self._slots, row.tables, strict=True):
-            assert len(table) == -(-num_read // self._block_size)  # no block too many
+        queries = range(row.num_computed, num_read)
+        for kind, table in zip(self._kinds, row.tables, strict=True):
+            assert len(table) == -(-num_read // kind.block_size)  # no block too many
             for position in range(num_read):
-                assert slots[self._slot(table, position)] == row.cells[position]
+                if any(kind.sees(query, position) for query in queries):
+                    assert self._slots[self._slot(kind, table, position)] == row.cells[position]
 
 
 @dataclass(frozen=True)
@@ -144,36 +148,60 @@ class World:
     """One size of everything."""
 
     num_blocks: int
-    block_size: int
     budget: int
+    kinds: tuple[Kind, ...]
     max_num_seqs: int = 8
-    num_groups: int = 1
     max_num_bypasses: int = 2
     has_prefix_cache: bool = True
     does_preempt: bool = True
 
     def __str__(self) -> str:
-        return f"{self.num_blocks}x{self.block_size}-budget{self.budget}"
+        return f"{self.num_blocks}-{'+'.join(map(str, self.kinds))}-budget{self.budget}"
 
-    @property
-    def max_prompt(self) -> int:
-        """The pool holds any request to its last token, as the planner would have it."""
-        room = (self.num_blocks - 1) // self.num_groups * self.block_size
-        return min(room + 1, MAX_MODEL_LEN) - 1
+
+def full(block_size: int, num_groups: int = 1) -> tuple[Kind, ...]:
+    return (Kind("full", block_size),) * num_groups
 
 
 WORLDS = [
-    World(num_blocks=41, block_size=1, budget=7),
-    World(num_blocks=100, block_size=1, budget=64, max_num_bypasses=0),
-    World(num_blocks=21, block_size=2, budget=1, does_preempt=False),
-    World(num_blocks=25, block_size=2, budget=16, max_num_seqs=3),
-    World(num_blocks=12, block_size=4, budget=5),
-    World(num_blocks=14, block_size=4, budget=40, has_prefix_cache=False),
-    World(num_blocks=40, block_size=4, budget=100, max_num_seqs=12),
-    World(num_blocks=24, block_size=4, budget=23, num_groups=2),
-    World(num_blocks=7, block_size=8, budget=9, max_num_bypasses=5),
-    World(num_blocks=5, block_size=16, budget=30),
+    World(41, 7, full(1)),
+    World(100, 64, full(1), max_num_bypasses=0),
+    World(21, 1, full(2), does_preempt=False),
+    World(25, 16, full(2), max_num_seqs=3),
+    World(12, 5, full(4)),
+    World(14, 40, full(4), has_prefix_cache=False),
+    World(40, 100, full(4), max_num_seqs=12),
+    World(24, 23, full(4, num_groups=2)),
+    World(7, 9, full(8), max_num_bypasses=5),
+    World(5, 30, full(16)),
 ]
+
+
+def mixture(seed: int) -> World:
+    """A world of random kinds whose pool holds one or two requests of the largest size."""
+    rng = random.Random(seed)
+    base = rng.choice([1, 2, 4])
+    kinds = []
+    for _ in range(rng.randint(1, 4)):
+        name = rng.choice(["full", "latent", "window", "window", "chunk"])
+        size = rng.choice([1, 2, 3, 5, 8, 13, 30]) if name in ("window", "chunk") else 0
+        kinds.append(Kind(name, base * rng.choice([1, 1, 2, 3]), size))
+    budget = rng.choice([2, 4, 8, 20, 60])
+    limits = KVLimits(MAX_MODEL_LEN, budget)
+    specs = [kind.spec for kind in kinds]
+    reserve = sum(spec.num_transient_blocks(limits) for spec in specs)
+    steady = sum(spec.num_steady_blocks(limits.max_stored_tokens) for spec in specs)
+    return World(
+        1 + reserve + int(steady * rng.uniform(1.0, 2.5)),
+        budget,
+        tuple(kinds),
+        max_num_seqs=rng.choice([2, 8]),
+        max_num_bypasses=rng.choice([0, 2]),
+        has_prefix_cache=rng.random() < 0.8,
+    )
+
+
+MIXTURES = [mixture(seed) for seed in range(20)]
 
 
 class Simulation:
@@ -182,20 +210,18 @@ class Simulation:
     def __init__(self, world: World, seed: int) -> None:
         self.rng = random.Random(seed)
         self.world = world
-        spec = FullAttentionSpec(
-            block_size=world.block_size, num_kv_heads=1, head_size=4, dtype=DType.FLOAT32
-        )
-        groups = [KVCacheGroupSpec([f"layers.{i}"], spec) for i in range(world.num_groups)]
         self.manager = KVCacheManager(
-            KVCacheConfig(world.num_blocks, [], groups),
+            cache_of(world.kinds, world.num_blocks),
             KVLimits(MAX_MODEL_LEN, world.budget),
             world.has_prefix_cache,
         )
         config = SchedulerConfig(world.max_num_seqs, world.budget, world.max_num_bypasses)
         self.scheduler = Scheduler(config, self.manager, MAX_MODEL_LEN)
-        self.runner = ShadowRunner(world.num_blocks, world.block_size, world.num_groups)
+        self.runner = ShadowRunner(world.num_blocks, world.kinds)
+        # The pool holds any request to its last token, as the planner would have it.
+        self.max_prompt = max(n for n in range(MAX_MODEL_LEN) if self.manager.can_ever_fit(n))
         # Prompts share beginnings, in the middle of blocks and at their edges.
-        self.stems = [self.rng.choices(range(VOCAB_SIZE), k=world.max_prompt) for _ in range(3)]
+        self.stems = [self.rng.choices(range(VOCAB_SIZE), k=self.max_prompt) for _ in range(3)]
         self.live: dict[str, Request] = {}
         self.outputs: dict[str, list[int]] = {}
         self.num_submitted = 0
@@ -214,8 +240,8 @@ class Simulation:
         stem = rng.choice(self.stems)
         prompt = stem[: rng.randint(0, len(stem))]
         prompt += rng.choices(range(VOCAB_SIZE), k=rng.randint(0, 6))
-        prompt = prompt[: self.world.max_prompt] or [3]
-        room = self.world.max_prompt + 1 - len(prompt)
+        prompt = prompt[: self.max_prompt] or [3]
+        room = self.max_prompt + 1 - len(prompt)
         max_tokens = rng.randint(1, room)
         params = ResolvedSamplingParams(
             seed=0,
@@ -239,6 +265,7 @@ class Simulation:
         assert self.scheduler.num_running <= self.world.max_num_seqs
         if self.live:
             assert output.total_num_scheduled_tokens > 0  # no step is idle while somebody waits
+        self.verify_tables(output)
         self.verify_common_prefix(output.num_common_prefix_blocks)
         for event in self.scheduler.update(output, self.runner.run(output)):
             request = self.live[event.req_id]
@@ -247,13 +274,29 @@ class Simulation:
             if event.finish_reason is not None:
                 self.verify_finished(request, event.finish_reason)
 
+    def verify_tables(self, output: SchedulerOutput) -> None:
+        """Blocks are there while a later query sees them, and no longer."""
+        for request in self.running:
+            num_read = request.num_computed_tokens
+            num_tokens = output.num_scheduled_tokens.get(request.req_id, 0)
+            tables = self.manager.get_block_ids(request.req_id)
+            for kind, table in zip(self.world.kinds, tables, strict=True):
+                held = {column for column, block_id in enumerate(table) if block_id}
+                seen = kind.columns_seen(num_read - num_tokens, num_read)
+                # What is out of sight goes when the request runs next.
+                assert held == seen if num_tokens else held >= seen
+
+    @property
+    def running(self) -> list[Request]:
+        return [r for r in self.live.values() if r.status is RequestStatus.RUNNING]
+
     def verify_common_prefix(self, num_common_prefix_blocks: list[int]) -> None:
-        running = [r for r in self.live.values() if r.status is RequestStatus.RUNNING]
+        running = self.running
         assert len(running) == self.scheduler.num_running
         tables = [self.manager.get_block_ids(r.req_id) for r in running]
         for group, num_common in enumerate(num_common_prefix_blocks):
             columns = zip(*(t[group] for t in tables), strict=False)
-            same = itertools.takewhile(lambda ids: len(set(ids)) == 1, columns)
+            same = itertools.takewhile(lambda ids: ids[0] and len(set(ids)) == 1, columns)
             assert num_common == len(list(same))
 
     def verify_finished(self, request: Request, finish_reason: str) -> None:
@@ -294,17 +337,32 @@ class Simulation:
             self.manager.check()
 
 
-@pytest.mark.parametrize("world", WORLDS, ids=str)
-def test_random_operations(world, scale):
-    simulation = Simulation(world, seed=WORLDS.index(world))
-    for _ in range(NUM_OPERATIONS * scale // len(WORLDS)):
+def simulate(world: World, num_operations: int, seed: int) -> Simulation:
+    """Operate at random, then let all requests finish."""
+    simulation = Simulation(world, seed)
+    for _ in range(num_operations):
         simulation.operate()
     simulation.drain()
     assert not simulation.scheduler.has_unfinished_requests()
     assert simulation.scheduler.num_running == simulation.scheduler.num_waiting == 0
     assert simulation.manager.num_used_blocks == 0
     simulation.manager.check()
+    return simulation
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+def test_random_operations(world, scale):
+    simulation = simulate(world, NUM_OPERATIONS * scale // len(WORLDS), seed=WORLDS.index(world))
     # Nothing of this holds because nothing happened.
     assert simulation.num_finished > 30
     assert (simulation.scheduler.stats.num_preemptions > 0) == world.does_preempt
     assert (simulation.runner.num_reused_tokens > 0) == world.has_prefix_cache
+
+
+@pytest.mark.parametrize("world", MIXTURES, ids=str)
+def test_random_operations_over_mixtures(world, scale):
+    num_operations = NUM_OPERATIONS * scale // len(MIXTURES)
+    simulation = simulate(world, num_operations, seed=MIXTURES.index(world))
+    assert simulation.num_finished > 20
+    if not world.has_prefix_cache:
+        assert simulation.runner.num_reused_tokens == 0

@@ -1,4 +1,4 @@
-"""Schedulers over a full-attention cache of any size, and requests with token-id prompts."""
+"""Schedulers over a cache of any size, of full attention unless told otherwise."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import pytest
 
 from kvloom.config import SchedulerConfig
-from kvloom.dtypes import DType
 from kvloom.kv.events import EventLog
 from kvloom.kv.manager import KVCacheManager
-from kvloom.kv.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVLimits
+from kvloom.kv.spec import KVLimits
 from kvloom.request import Request, ResolvedSamplingParams
 from kvloom.sched.scheduler import Scheduler
 from kvloom.step import ModelRunnerOutput, RequestEvent, SchedulerOutput
+from visibility import Kind, cache_of
 
 
 def next_token(prefix: Sequence[int]) -> int:
@@ -84,13 +84,11 @@ def setup() -> Callable[..., Setup]:
         block_size: int = 4,
         max_model_len: int = 512,
         has_prefix_cache: bool = True,
+        kinds: Sequence[Kind] = (),
         **options,
     ) -> Setup:
         config = SchedulerConfig(**options)
-        spec = FullAttentionSpec(
-            block_size=block_size, num_kv_heads=1, head_size=4, dtype=DType.FLOAT32
-        )
-        cache = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layers.0"], spec)])
+        cache = cache_of(kinds or [Kind("full", block_size)], num_blocks)
         limits = KVLimits(max_model_len, config.max_num_batched_tokens)
         events = EventLog(capacity=10_000)
         manager = KVCacheManager(cache, limits, has_prefix_cache, events)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from kvloom.errors import ConfigError, ModelError, UnsupportedModelError
+from kvloom.kv.layout import GroupShape, deal
 from kvloom.kv.policy import POLICIES
 from kvloom.kv.spec import KVCacheGroupSpec, KVCacheSpec
 
@@ -46,27 +47,54 @@ def _check_target(name: str, spec: KVCacheSpec, specs: Mapping[str, KVCacheSpec]
         )
 
 
-def group_layers(layers: Mapping[str, KVCacheSpec]) -> list[KVCacheGroupSpec]:
-    """Which layers share a block table: all of them, as long as they are alike.
+def layer_types(layers: Mapping[str, KVCacheSpec]) -> dict[KVCacheSpec, list[str]]:
+    """The layers that store KV, in order, by how they store it.
 
     Raises:
-        UnsupportedModelError: layers of a kind without a policy, or layers that differ.
+        UnsupportedModelError: layers of a kind without a policy.
     """
-    storing = {name: spec for name, spec in layers.items() if spec.shared_target is None}
-    for name, spec in storing.items():
+    types: dict[KVCacheSpec, list[str]] = {}
+    for name, spec in layers.items():
+        if spec.shared_target is not None:
+            continue
         if type(spec) not in POLICIES:
             raise UnsupportedModelError(
                 f"layer {name} needs {type(spec).__name__}, which the cache does not manage yet; "
                 f"choose a model that needs {', '.join(sorted(s.__name__ for s in POLICIES))} only"
             )
-    (first, common), *others = storing.items()
-    for name, spec in others:
-        if spec != common:
-            raise UnsupportedModelError(
-                f"layer {name} stores {spec}, but {first} stores {common}; layers that differ are "
-                "not planned yet: choose a model whose layers are alike"
-            )
-    return [KVCacheGroupSpec(list(layers), common)]
+        types.setdefault(spec, []).append(name)
+    return types
+
+
+def deal_layers(
+    types: Mapping[KVCacheSpec, Sequence[str]], shapes: Sequence[GroupShape]
+) -> list[KVCacheGroupSpec]:
+    """Groups of these shapes, in order of their first layer; runs of a type's layers are spread."""
+    groups: list[KVCacheGroupSpec] = []
+    for spec, names in types.items():
+        of_type = [shape for shape in shapes if shape.layer_type.spec == spec]
+        members: list[list[str]] = [[] for _ in of_type]
+        for name, index in zip(
+            names, deal(len(names), [s.num_layers for s in of_type]), strict=True
+        ):
+            members[index].append(name)
+        groups += map(KVCacheGroupSpec, members, [shape.spec for shape in of_type])
+    order = {name: i for i, name in enumerate(n for names in types.values() for n in names)}
+    return sorted(groups, key=lambda group: order[group.layer_names[0]])
+
+
+def add_sharing_layers(
+    groups: Sequence[KVCacheGroupSpec], layers: Mapping[str, KVCacheSpec]
+) -> list[KVCacheGroupSpec]:
+    """The same groups, with the layers that read the KV of their members, in order of `layers`."""
+    return [
+        KVCacheGroupSpec(
+            [name for name, spec in layers.items() if (spec.shared_target or name) in members],
+            group.kv_cache_spec,
+        )
+        for group in groups
+        for members in [set(group.layer_names)]
+    ]
 
 
 def groups_of_worker(

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle
+from math import gcd, lcm
 
 from kvloom.errors import ConfigError
 from kvloom.kv.block import KVCacheBlock
 from kvloom.kv.events import EventLog
+from kvloom.kv.group import BlockTable, CachedColumns, CacheGroup
 from kvloom.kv.hashing import extend_block_hashes, root_hash
-from kvloom.kv.policy import make_policy
 from kvloom.kv.pool import BlockPool
 from kvloom.kv.spec import KVCacheConfig, KVLimits
 from kvloom.request import Request
-
-BlockTables = tuple[list[KVCacheBlock], ...]
-"""One block table per group; column i is logical block i."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +23,14 @@ class PrefixHit:
     """What the cache has of a request: good until the next call that changes the manager.
 
     Attributes:
-        num_tokens: leading tokens whose KV is cached; whole blocks.
-        blocks: the blocks that hold them, per group; empty where there is nothing.
+        num_tokens: leading tokens that need not be computed; whole blocks of every group.
+        blocks: per group, the block table of these tokens: null blocks, then those that the next
+            query sees. Empty where there is nothing.
         num_queried_tokens: tokens the user's request asked for; 0 where nothing was asked.
     """
 
     num_tokens: int
-    blocks: BlockTables
+    blocks: tuple[list[KVCacheBlock], ...]
     num_queried_tokens: int
 
 
@@ -52,19 +53,12 @@ class _Holding:
     """What one request holds.
 
     Attributes:
-        num_slots: tokens that every table has a block for.
-        num_published: leading blocks of every table that carry their hash.
-        num_promised: blocks that admission saw free for it, taken or not.
+        parts: every group with the request's table in it.
+        next_change: stored tokens from which a table needs a block, fills one, or can drop one.
     """
 
-    tables: BlockTables
-    num_slots: int
-    num_published: int
-    num_promised: int
-
-    @property
-    def num_blocks(self) -> int:
-        return sum(map(len, self.tables))
+    parts: tuple[tuple[CacheGroup, BlockTable], ...]
+    next_change: int = 0
 
 
 class KVCacheManager:
@@ -85,30 +79,35 @@ class KVCacheManager:
         """Take the config that the planner made.
 
         Raises:
-            ConfigError: no group, groups of different block sizes, or a kind without a policy.
+            ConfigError: no group, or one of a kind without a policy.
         """
-        self._specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-        block_sizes = {spec.block_size for spec in self._specs}
-        if len(block_sizes) != 1:
-            raise ConfigError(
-                f"the groups' block sizes are {sorted(block_sizes)}; "
-                "plan at least one group, and one block size for all"
-            )
-        self.block_size = block_sizes.pop()
-        self._limits = limits
-        self._policies = [make_policy(spec) for spec in self._specs]
+        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        if not specs:
+            raise ConfigError("there is no group of layers to cache; plan at least one")
         self._pool = BlockPool(kv_cache_config.num_blocks, events)
+        self.block_size = gcd(*(spec.block_size for spec in specs))
+        self._groups = [
+            CacheGroup(index, spec, self.block_size, limits, self._pool)
+            for index, spec in enumerate(specs)
+        ]
+        self._hit_step = lcm(*(spec.block_size for spec in specs))
+        self._can_drop = any(group.can_drop for group in self._groups)
+        # Only these can hold more while a chunk is in flight.
+        self._reserving = [group for group in self._groups if group.num_reserved_blocks]
+        self._num_reserved_blocks = sum(group.num_reserved_blocks for group in self._reserving)
+        self._swollen: list[Request] = []  # those that held transient blocks in the last step
         self._has_prefix_cache = has_prefix_cache
         self._holdings: dict[str, _Holding] = {}
+        self._no_blocks: tuple[list[KVCacheBlock], ...] = tuple([] for _ in specs)
         # Most steps of most requests need no block: they share this answer.
-        self._nothing_new: tuple[list[int], ...] = tuple([] for _ in self._specs)
+        self._nothing_new: tuple[list[int], ...] = tuple([] for _ in specs)
         self._num_queried_tokens = 0
         self._num_hit_tokens = 0
 
     @property
     def num_groups(self) -> int:
         """Block tables per request."""
-        return len(self._specs)
+        return len(self._groups)
 
     @property
     def num_used_blocks(self) -> int:
@@ -133,7 +132,20 @@ class KVCacheManager:
 
     def can_ever_fit(self, num_tokens: int) -> bool:
         """Whether an otherwise empty pool holds `num_tokens` stored tokens of one request."""
-        return self._max_num_blocks(num_tokens) <= self._pool.num_usable_blocks
+        num_usable = self._pool.num_usable_blocks - self._num_reserved_blocks
+        return self._num_steady_blocks(num_tokens) <= num_usable
+
+    def start_step(self) -> None:
+        """Drop what only the last step's chunks could see: the whole reserve is there again.
+
+        Steps run in order: what the step in flight reads, the next one may write.
+        """
+        for request in self._swollen:
+            holding = self._holdings.get(request.req_id)
+            if holding is not None:
+                for group, table in holding.parts:
+                    group.drop_unseen(table, request.num_computed_tokens)
+        self._swollen.clear()
 
     def get_computed_blocks(self, request: Request) -> PrefixHit:
         """Find the longest cached prefix of a request that holds no blocks.
@@ -145,28 +157,42 @@ class KVCacheManager:
         if not self._has_prefix_cache or request.sampling_params.prompt_logprobs is not None:
             return NO_HIT
         self._extend_block_hashes(request)
-        hashes = request.block_hashes[: (request.num_tokens - 1) // self.block_size]
-        found: list[list[KVCacheBlock]] = []
-        for group, policy in enumerate(self._policies):
-            found.append(policy.longest_hit(self._pool, group, hashes))
-            hashes = hashes[: len(found[-1])]
+        found = [group.cached_columns(request.block_hashes) for group in self._groups]
+        num_tokens = self._joint_hit(found, request.num_tokens - 1)
         return PrefixHit(
-            num_tokens=len(hashes) * self.block_size,
-            blocks=tuple(blocks[: len(hashes)] for blocks in found),
+            num_tokens=num_tokens,
+            blocks=tuple(
+                columns.table(
+                    group.policy.first_visible_column(num_tokens), num_tokens // group.block_size
+                )
+                for group, columns in zip(self._groups, found, strict=True)
+            ),
             num_queried_tokens=0 if request.num_preemptions else request.num_tokens,
         )
+
+    def limit_chunk(self, request: Request, num_tokens: int, hit: PrefixHit = NO_HIT) -> int:
+        """How many of the next `num_tokens` tokens of `request` this step may compute, at least 1.
+
+        A chunk makes windows hold more than their steady blocks. The pool keeps a reserve for that,
+        which all chunks of a step share: what is left of it cuts the chunk.
+        """
+        num_computed = request.num_computed_tokens + hit.num_tokens
+        for group in self._reserving:
+            num_tokens = min(num_tokens, group.max_chunk(num_computed))
+        return num_tokens
 
     def allocate_slots(
         self, request: Request, num_new_tokens: int, hit: PrefixHit = NO_HIT
     ) -> tuple[list[int], ...] | None:
-        """Give `request` the blocks for its next tokens; None means "not now" and changes nothing.
+        """Give `request` the blocks for its next tokens; None means "not now", and nobody entered.
 
         ```
         |  computed, or hit if new  |  num_new_tokens  |       known tokens
         |<----- blocks held ----->|<-- new blocks -->|
         ```
-        A request without blocks enters only if all of its known tokens fit beside what others
-        were promised when they entered; one that grows takes any free block.
+        A request without blocks enters only if the steady blocks of all of its known tokens are
+        free beside what others were promised when they entered; one that grows takes any block but
+        the reserve's. `num_new_tokens` above 1 must have passed `limit_chunk`.
 
         Returns:
             The ids of the new blocks per group; those of the hit are not among them.
@@ -176,43 +202,52 @@ class KVCacheManager:
             if not self._can_enter(request, hit):
                 return None
             holding = self._enter(request, hit)
-        num_stored = request.num_computed_tokens + hit.num_tokens + num_new_tokens
-        new_block_ids = self._nothing_new
-        if num_stored > holding.num_slots:
-            grown = self._grow(holding, num_stored)
-            if grown is None:
-                return None
-            new_block_ids = grown
-        if self._has_prefix_cache:
-            self._publish(request, holding, num_stored // self.block_size)
+        num_computed = request.num_computed_tokens + hit.num_tokens
+        num_stored = num_computed + num_new_tokens
+        if num_stored < holding.next_change:
+            return self._nothing_new
+        if self._can_drop:
+            for group, table in holding.parts:
+                group.drop_unseen(table, num_computed)
+        new_block_ids = self._grow(request, holding, num_stored)
+        if new_block_ids is not None:
+            if self._has_prefix_cache:
+                self._publish(request, holding, num_stored)
+            holding.next_change = min(
+                [group.next_change(table, self._has_prefix_cache) for group, table in holding.parts]
+            )
         return new_block_ids
 
     def get_block_ids(self, req_id: str) -> tuple[list[int], ...]:
         """The block tables of a request that holds blocks."""
-        return tuple([block.block_id for block in t] for t in self._holdings[req_id].tables)
+        parts = self._holdings[req_id].parts
+        return tuple([block.block_id for block in table.blocks] for _, table in parts)
 
     def free(self, request: Request) -> None:
         """Take all blocks from `request`, if it has any; its full blocks stay cached."""
         holding = self._holdings.pop(request.req_id, None)
         if holding is not None:
-            for table in holding.tables:
-                self._pool.free(table)
+            for group, table in holding.parts:
+                group.close_table(table)
 
     def discard(self, request: Request) -> None:
         """Free the blocks of a failed request and let none be found: they may hold the cause."""
         holding = self._holdings.get(request.req_id)
         if holding is not None:
-            for table in holding.tables:
-                self._pool.forget(table)
+            for group, table in holding.parts:
+                group.forget(table)
             self.free(request)
 
     def num_common_prefix_blocks(self, num_running: int) -> list[int]:
-        """Per group, the leading blocks, full or not, that all `num_running` holders share."""
+        """Per group, the leading blocks, full or not, that all `num_running` holders share.
+
+        None as soon as a holder's first column is null: nobody holds what it stands for.
+        """
         if not self._holdings:
             return [0] * self.num_groups
         # Any holder will do: a block that all hold is in its table, too.
-        tables = next(iter(self._holdings.values())).tables
-        return [_count_leading(table, num_running) for table in tables]
+        holding = next(iter(self._holdings.values()))
+        return [group.num_common_blocks(table, num_running) for group, table in holding.parts]
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks; False, and nothing changes, while requests hold blocks."""
@@ -226,74 +261,91 @@ class KVCacheManager:
 
         Raises:
             AssertionError: free + cached + in use + null differ from the total, references differ
-                from the tables, or the hash index differs from the blocks.
+                from the tables, null columns stand between others, blocks above the steady ones
+                exceed the reserve, or the hash index differs from the blocks.
         """
-        tables = [table for holding in self._holdings.values() for table in holding.tables]
-        self._pool.check(Counter(block.block_id for table in tables for block in table))
+        held: Counter[int] = Counter()
+        for index, group in enumerate(self._groups):
+            tables = [holding.parts[index][1] for holding in self._holdings.values()]
+            group.check(tables)
+            held.update(block.block_id for table in tables for block in table.held)
+        self._pool.check(held)
 
-    def _max_num_blocks(self, num_tokens: int) -> int:
-        return sum(spec.max_num_blocks(num_tokens, self._limits) for spec in self._specs)
+    def _joint_hit(self, found: Sequence[CachedColumns], num_tokens: int) -> int:
+        """The longest prefix of at most `num_tokens` tokens that every group can use.
+
+        Groups are asked in turn, each for what the others left, until all of them agree.
+        """
+        num_agreed = 0
+        for group, columns in cycle(zip(self._groups, found, strict=True)):
+            hit = group.policy.longest_hit(columns.is_cached, num_tokens, self._hit_step)
+            num_agreed = num_agreed + 1 if hit == num_tokens else 1
+            num_tokens = hit
+            if num_agreed == len(found):
+                break
+        return num_tokens
+
+    def _num_steady_blocks(self, num_tokens: int) -> int:
+        return sum(group.num_steady_blocks(num_tokens) for group in self._groups)
+
+    @property
+    def _num_spare_blocks(self) -> int:
+        """Free blocks but for the rest of the reserve."""
+        num_spare = self._pool.num_free_blocks - self._num_reserved_blocks
+        for group in self._reserving:
+            num_spare += group.num_transient_blocks
+        return num_spare
 
     def _can_enter(self, request: Request, hit: PrefixHit) -> bool:
-        num_promised = sum(
-            max(holding.num_promised - holding.num_blocks, 0) for holding in self._holdings.values()
-        )
+        num_owed = sum(group.num_owed_blocks for group in self._groups)
         # Blocks of the hit that others hold cost nothing; cached ones leave the free queue.
         num_shared = sum(block.ref_count > 0 for blocks in hit.blocks for block in blocks)
-        num_needed = self._max_num_blocks(request.num_tokens) - num_shared
-        return num_needed + num_promised <= self._pool.num_free_blocks
-
-    def _grow(self, holding: _Holding, num_stored: int) -> tuple[list[int], ...] | None:
-        """Extend the tables to `num_stored` tokens; None if the pool has not enough blocks."""
-        num_missing = [
-            policy.num_blocks(num_stored) - len(table)
-            for policy, table in zip(self._policies, holding.tables, strict=True)
-        ]
-        if sum(num_missing) > self._pool.num_free_blocks:
-            return None
-        new_block_ids = []
-        for table, num_blocks in zip(holding.tables, num_missing, strict=True):
-            blocks = self._pool.take(num_blocks)
-            table += blocks
-            new_block_ids.append([block.block_id for block in blocks])
-        holding.num_slots = min(map(len, holding.tables)) * self.block_size
-        return tuple(new_block_ids)
+        num_needed = self._num_steady_blocks(request.num_tokens) - num_shared
+        return num_needed + num_owed <= self._num_spare_blocks
 
     def _enter(self, request: Request, hit: PrefixHit) -> _Holding:
-        for blocks in hit.blocks:
-            self._pool.touch(blocks)
-        holding = _Holding(
-            tables=tuple(map(list, hit.blocks)) or tuple([] for _ in self._specs),
-            num_slots=hit.num_tokens,
-            num_published=hit.num_tokens // self.block_size,
-            num_promised=self._max_num_blocks(request.num_tokens),
+        parts = tuple(
+            (group, group.open_table(blocks, request.num_tokens))
+            for group, blocks in zip(self._groups, hit.blocks or self._no_blocks, strict=True)
         )
-        self._holdings[request.req_id] = holding
+        holding = self._holdings[request.req_id] = _Holding(parts)
         if hit.num_queried_tokens:
             self._num_queried_tokens += hit.num_queried_tokens
             self._num_hit_tokens += hit.num_tokens
         return holding
 
-    def _publish(self, request: Request, holding: _Holding, num_full_blocks: int) -> None:
-        if num_full_blocks == holding.num_published:
-            return
-        self._extend_block_hashes(request)
-        for column in range(holding.num_published, num_full_blocks):
-            for group, table in enumerate(holding.tables):
-                self._pool.publish(table[column], (group, request.block_hashes[column]))
-        holding.num_published = num_full_blocks
-
-    def _extend_block_hashes(self, request: Request) -> None:
-        extend_block_hashes(
-            request.block_hashes,
-            request.token_ids,
-            self.block_size,
-            root_hash(request.cache_salt),
+    def _grow(
+        self, request: Request, holding: _Holding, num_stored: int
+    ) -> tuple[list[int], ...] | None:
+        """Extend the tables to `num_stored` tokens; None if the pool has not enough blocks."""
+        missing = [group.num_missing_blocks(table, num_stored) for group, table in holding.parts]
+        if not any(missing):
+            return self._nothing_new
+        num_steady = sum(missing)
+        if self._reserving:
+            num_transient = sum(
+                group.num_new_transient_blocks(table, num_blocks)
+                for (group, table), num_blocks in zip(holding.parts, missing, strict=True)
+            )
+            if num_transient:
+                num_steady -= num_transient
+                self._swollen.append(request)
+        if num_steady > self._num_spare_blocks:
+            return None
+        return tuple(
+            [
+                group.grow(table, num_blocks)
+                for (group, table), num_blocks in zip(holding.parts, missing, strict=True)
+            ]
         )
 
+    def _publish(self, request: Request, holding: _Holding, num_stored: int) -> None:
+        self._extend_block_hashes(request)
+        for group, table in holding.parts:
+            group.publish(table, request.block_hashes, num_stored)
 
-def _count_leading(table: list[KVCacheBlock], num_holders: int) -> int:
-    for column, block in enumerate(table):
-        if block.ref_count != num_holders:
-            return column
-    return len(table)
+    def _extend_block_hashes(self, request: Request) -> None:
+        hashes = request.block_hashes
+        if (len(hashes) + 1) * self.block_size <= len(request.token_ids):
+            root = root_hash(request.cache_salt)
+            extend_block_hashes(hashes, request.token_ids, self.block_size, root)

@@ -179,11 +179,11 @@ def neuron_capped_budget(device: NeuronMemory, use: MemoryUse, policy: NeuronCap
     kv_bytes = min(left, cap)
     if kv_bytes < policy.min_bytes:
         raise CapacityError(
-            f"{format_bytes(kv_bytes)} are left for KV on a logical core of "
+            f"{kv_bytes:,} B are left for KV on a logical core of "
             f"{format_bytes(device.logical_core_bytes)} x share {policy.share} with "
             f"{format_bytes(use.weights_bytes)} of weights and a cap of {policy.cap_fraction}, the "
-            f"minimum is {format_bytes(policy.min_bytes)}; use more tensor-parallel ranks, or "
-            "reserve a headroom in place of the cap"
+            f"minimum is {format_bytes(policy.min_bytes)} ({policy.min_bytes:,} B); use more "
+            "tensor-parallel ranks, or reserve a headroom in place of the cap"
         )
     lines = (
         BudgetLine("memory of a logical core", device.logical_core_bytes),

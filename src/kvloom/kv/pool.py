@@ -33,6 +33,11 @@ class BlockPool:
         self._events = events
 
     @property
+    def null_block(self) -> KVCacheBlock:
+        """What stands in a table's column where there is no block; nobody holds it."""
+        return self._blocks[NULL_BLOCK_ID]
+
+    @property
     def num_usable_blocks(self) -> int:
         """Blocks that can be handed out: all but the null block."""
         return self.num_blocks - 1
@@ -92,10 +97,14 @@ class BlockPool:
             self._events.record(BlockStored(block.block_id, *key))
 
     def forget(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Let none of `blocks`, all of them in use, be found again."""
+        """Let none of `blocks` be found again."""
         for block in blocks:
-            if block.key is not None:
-                self._drop_key(block, block.key)
+            if block.key is None:
+                continue
+            self._drop_key(block, block.key)
+            if block.ref_count == 0:  # it was cached, and is just free now
+                self._free.remove(block)
+                self._free.prepend(block)
 
     def clear(self) -> None:
         """Forget every cached block; none may be in use."""
@@ -119,25 +128,25 @@ class BlockPool:
         num_free = num_fresh + len(queue) - len(cached)
         num_in_use = sum(block.ref_count > 0 for block in self._blocks)
         total = num_free + len(cached) + num_in_use + 1
-        _require(total == self.num_blocks, f"free + cached + in use + null = {total}")
-        _require(queue[len(queue) - len(cached) :] == cached, "a cached block is taken too early")
-        _require(len(queue) == len(self._free), "the free queue lost count")
-        _require(all(block.ref_count == 0 for block in queue), "a free block is held")
+        require(total == self.num_blocks, f"free + cached + in use + null = {total}")
+        require(queue[len(queue) - len(cached) :] == cached, "a cached block is taken too early")
+        require(len(queue) == len(self._free), "the free queue lost count")
+        require(all(block.ref_count == 0 for block in queue), "a free block is held")
         held = Counter({b.block_id: b.ref_count for b in self._blocks if b.ref_count})
-        _require(held == ref_counts, f"references {held} differ from tables {ref_counts}")
-        _require(NULL_BLOCK_ID not in held and self._blocks[0].key is None, "block 0 is in use")
+        require(held == ref_counts, f"references {held} differ from tables {ref_counts}")
+        require(NULL_BLOCK_ID not in held and self._blocks[0].key is None, "block 0 is in use")
         self._check_index()
 
     def _check_index(self) -> None:
         indexed = 0
         for key, same in self._index.items():
-            _require(bool(same), f"{key} is indexed without a block")
+            require(bool(same), f"{key} is indexed without a block")
             for block_id, block in same.items():
-                _require(block is self._blocks[block_id], f"{block} is not the pool's")
-                _require(block.key == key, f"{block} does not carry {key}")
+                require(block is self._blocks[block_id], f"{block} is not the pool's")
+                require(block.key == key, f"{block} does not carry {key}")
                 indexed += 1
         carriers = sum(block.key is not None for block in self._blocks)
-        _require(carriers == indexed, f"{carriers} blocks carry a hash, {indexed} are indexed")
+        require(carriers == indexed, f"{carriers} blocks carry a hash, {indexed} are indexed")
 
     def _take_one(self) -> KVCacheBlock:
         block = self._free.first
@@ -166,7 +175,7 @@ class BlockPool:
         self.num_peak_blocks = max(self.num_peak_blocks, self.num_used_blocks)
 
 
-def _require(is_true: bool, message: str) -> None:
-    # Not `assert`: check() must also work in optimised mode.
+def require(is_true: bool, message: str) -> None:
+    """Raise an AssertionError. Not `assert`: check() must also work in optimised mode."""
     if not is_true:
         raise AssertionError(message)

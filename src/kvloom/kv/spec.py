@@ -41,6 +41,8 @@ class LayerSpec:
         shares_kv_with: name of the earlier layer whose KV this layer reads; None if it has its own.
         num_global_kv_heads: KV heads of the whole model, before sharding; None means num_kv_heads.
         head_size_v: values per value head; None means head_size.
+        is_latent: multi-head latent attention: the value is the first `head_size_v` values of the
+            key, of one KV head that all ranks store.
     """
 
     name: str
@@ -52,6 +54,7 @@ class LayerSpec:
     shares_kv_with: str | None = None
     num_global_kv_heads: int | None = None
     head_size_v: int | None = None
+    is_latent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +103,21 @@ class KVCacheSpec:
         """How `page_size_bytes` comes about, for people."""
         raise NotImplementedError  # abstract: every spec below answers it
 
-    def max_num_blocks(self, num_tokens: int, limits: KVLimits) -> int:
-        """The most blocks a request with `num_tokens` stored tokens holds at any time."""
+    def num_steady_blocks(self, num_tokens: int) -> int:
+        """The most blocks a request holds on its way to `num_tokens` stored ones, one per step."""
         raise NotImplementedError  # abstract: every spec below answers it
+
+    def max_num_blocks(self, num_tokens: int, limits: KVLimits) -> int:
+        """The same with `limits.max_num_batched_tokens` per step: what it holds at any time."""
+        raise NotImplementedError  # abstract: every spec below answers it
+
+    def num_transient_blocks(self, limits: KVLimits) -> int:
+        """Blocks above the steady ones while the largest chunk is in flight.
+
+        They are reserved once for the pool, and shared by whichever requests compute chunks.
+        """
+        stored = limits.max_stored_tokens
+        return self.max_num_blocks(stored, limits) - self.num_steady_blocks(stored)
 
     def max_memory_usage_bytes(self, limits: KVLimits) -> int:
         """The most bytes one request of `limits.max_model_len` tokens holds in this layer."""
@@ -150,6 +165,14 @@ class AttentionSpec(KVCacheSpec):
         values = f"({self.head_size} + {self.value_head_size}) {self.dtype.value}"
         return f"{self.block_size} tokens x {heads} x {values}"
 
+    def num_steady_blocks(self, num_tokens: int) -> int:
+        """One block per started `block_size` tokens, unless the kind sees less than all of them."""
+        return cdiv(num_tokens, self.block_size)
+
+    def max_num_blocks(self, num_tokens: int, limits: KVLimits) -> int:
+        """The steady blocks: where every token stays needed, chunks hold no more."""
+        return self.num_steady_blocks(num_tokens)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullAttentionSpec(AttentionSpec):
@@ -161,10 +184,6 @@ class FullAttentionSpec(AttentionSpec):
 
     sliding_window: int | None = None
     attention_chunk_size: int | None = None
-
-    def max_num_blocks(self, num_tokens: int, limits: KVLimits) -> int:
-        """One block per started `block_size` tokens."""
-        return cdiv(num_tokens, self.block_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,10 +203,6 @@ class MLAAttentionSpec(AttentionSpec):
         """Tokens x values of the latent row."""
         return f"{self.block_size} tokens x {self.head_size} {self.dtype.value}"
 
-    def max_num_blocks(self, num_tokens: int, limits: KVLimits) -> int:
-        """One block per started `block_size` tokens."""
-        return cdiv(num_tokens, self.block_size)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlidingWindowSpec(AttentionSpec):
@@ -195,14 +210,21 @@ class SlidingWindowSpec(AttentionSpec):
 
     sliding_window: int
 
-    def max_num_blocks(self, num_tokens: int, limits: KVLimits) -> int:
-        """Blocks touched by the window before the chunk in flight, and the chunk.
+    def num_steady_blocks(self, num_tokens: int) -> int:
+        """Blocks touched by the window of one query.
 
         ```
-        block_size 4, window 4, one token in flight    |  xx|xo  |   two blocks for four tokens
+        block_size 4, window 4    |  xx|xo  |   two blocks for four tokens
         ```
         """
-        held = self.sliding_window - 1 + limits.max_num_batched_tokens
+        return self._num_held_blocks(num_tokens, 1)
+
+    def max_num_blocks(self, num_tokens: int, limits: KVLimits) -> int:
+        """Blocks touched by the window before the chunk in flight, and the chunk."""
+        return self._num_held_blocks(num_tokens, limits.max_num_batched_tokens)
+
+    def _num_held_blocks(self, num_tokens: int, num_new_tokens: int) -> int:
+        held = self.sliding_window - 1 + num_new_tokens
         return min(_max_touched(held, self.block_size, 1), cdiv(num_tokens, self.block_size))
 
 
@@ -212,10 +234,17 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
 
     attention_chunk_size: int
 
+    def num_steady_blocks(self, num_tokens: int) -> int:
+        """Blocks touched by one aligned chunk."""
+        return self._num_held_blocks(num_tokens, 1)
+
     def max_num_blocks(self, num_tokens: int, limits: KVLimits) -> int:
         """Blocks touched by what is stored of the aligned chunk, and the tokens in flight."""
+        return self._num_held_blocks(num_tokens, limits.max_num_batched_tokens)
+
+    def _num_held_blocks(self, num_tokens: int, num_new_tokens: int) -> int:
         chunk = self.attention_chunk_size
-        held = chunk - 1 + limits.max_num_batched_tokens
+        held = chunk - 1 + num_new_tokens
         return min(_max_touched(held, self.block_size, chunk), cdiv(num_tokens, self.block_size))
 
 
@@ -239,6 +268,10 @@ class SharedKVSpec(KVCacheSpec):
     def page_formula(self) -> str:
         """Where its KV is."""
         return f"none of its own: reads {self.target}"
+
+    def num_steady_blocks(self, num_tokens: int) -> int:
+        """No blocks of its own."""
+        return 0
 
     def max_num_blocks(self, num_tokens: int, limits: KVLimits) -> int:
         """No blocks of its own."""

@@ -25,9 +25,6 @@ class RequestQueue:
     def __iter__(self) -> Iterator[Request]:
         return iter(self._requests)
 
-    def __getitem__(self, index: int) -> Request:
-        return self._requests[index]
-
     def first(self, num_requests: int) -> list[Request]:
         """The `num_requests` requests in front, as a new list."""
         return list(islice(self._requests, num_requests))

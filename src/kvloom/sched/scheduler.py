@@ -7,7 +7,7 @@ arrival decides who gets tokens and blocks first and, from the other end, who gi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvloom.config import SchedulerConfig
@@ -18,7 +18,7 @@ from kvloom.request import Request, RequestStatus
 from kvloom.sched.queue import RequestQueue
 from kvloom.sched.step_builder import BlockIds, StepBuilder
 from kvloom.sched.stop import Stop, check_stop
-from kvloom.step import ModelRunnerOutput, RequestEvent, SchedulerOutput
+from kvloom.step import ModelRunnerOutput, RequestEvent, SchedulerOutput, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,15 +133,14 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Decide the next step. Every step that is emitted must run, and in order."""
         step = StepBuilder(self._config.max_num_batched_tokens)
+        self._kv.start_step()
         num_preemptions = self._num_preemptions
         self._schedule_running(step)
         # Whoever just gave way must not lose the freed blocks to somebody new.
         if self._num_preemptions == num_preemptions:
             self._schedule_waiting(step)
-        for req_id, num_tokens in step.num_scheduled_tokens.items():
-            self._requests[req_id].num_computed_tokens += num_tokens
         finished, self._finished_req_ids = self._finished_req_ids, set()
-        return step.build(self._kv.num_common_prefix_blocks(self.num_running), finished)
+        return step.build(self._kv.num_common_prefix_blocks(len(self._running)), finished)
 
     def update(self, output: SchedulerOutput, result: ModelRunnerOutput) -> list[RequestEvent]:
         """Take over what the step computed; ended requests give their blocks back.
@@ -174,26 +173,33 @@ class Scheduler:
                 self._failed.append(_last_event(request, reason))
 
     def _schedule_running(self, step: StepBuilder) -> None:
-        index = 0
-        # The queue shrinks from its end while older requests take blocks from newer ones.
-        while index < len(self._running) and step.num_free_tokens > 0:
-            request = self._running[index]
-            index += 1
-            num_tokens = min(request.num_tokens - request.num_computed_tokens, step.num_free_tokens)
+        for request in list(self._running):
+            # One that gave way to an older one does not run any more, nor do those behind it.
+            if step.num_free_tokens == 0 or request.status is not RequestStatus.RUNNING:
+                return
+            num_missing_tokens = len(request.token_ids) - request.num_computed_tokens
+            num_tokens = step.num_fitting_tokens(request, num_missing_tokens)
             if num_tokens == 0:  # its last token is still being computed
                 continue
-            new_block_ids = self._grow(request, num_tokens)
-            if new_block_ids is not None:
-                step.add_running(request, num_tokens, new_block_ids)
+            if num_tokens > 1:
+                num_tokens = self._kv.limit_chunk(request, num_tokens)
+            new_block_ids = self._kv.allocate_slots(request, num_tokens)
+            if new_block_ids is None:
+                new_block_ids = self._take_from_newer(request, num_tokens)
+                if new_block_ids is None:
+                    return
+            step.add_running(request, num_tokens, new_block_ids)
+            request.num_computed_tokens += num_tokens
 
-    def _grow(self, request: Request, num_tokens: int) -> BlockIds | None:
-        """Blocks for a running request, from newer ones if need be; None if it gave way itself."""
-        while (block_ids := self._kv.allocate_slots(request, num_tokens)) is None:
-            newest = self._running.pop_newest()
+    def _take_from_newer(self, request: Request, num_tokens: int) -> BlockIds | None:
+        """Blocks that newer running requests gave up; None if it gave way itself."""
+        while (newest := self._running.pop_newest()) is not request:
             self._preempt(newest, request)
-            if newest is request:
-                return None
-        return block_ids
+            block_ids = self._kv.allocate_slots(request, num_tokens)
+            if block_ids is not None:
+                return block_ids
+        self._preempt(request, request)
+        return None
 
     def _preempt(self, request: Request, needed_by: Request) -> None:
         self._kv.free(request)
@@ -234,7 +240,8 @@ class Scheduler:
 
     def _enter(self, request: Request, step: StepBuilder) -> bool:
         hit = self._kv.get_computed_blocks(request)
-        num_tokens = min(request.num_tokens - hit.num_tokens, step.num_free_tokens)
+        num_tokens = step.num_fitting_tokens(request, request.num_tokens - hit.num_tokens)
+        num_tokens = self._kv.limit_chunk(request, num_tokens, hit)
         if self._kv.allocate_slots(request, num_tokens, hit) is None:
             return False
         self._waiting.remove(request)
@@ -247,6 +254,7 @@ class Scheduler:
             request.num_cached_tokens = hit.num_tokens
             step.add_new(request, num_tokens, block_ids)
         request.status = RequestStatus.RUNNING
+        request.num_computed_tokens += num_tokens
         return True
 
     def _update_request(self, request: Request, result: ModelRunnerOutput) -> RequestEvent | None:
@@ -256,26 +264,27 @@ class Scheduler:
             self._kv.discard(request)
             self._finish(request, RequestStatus.FINISHED_ERROR)
             return _last_event(request, error)
-        stop: Stop | None = None
-        new_token_ids: list[int] = []
-        for token_id in result.sampled_token_ids.get(req_id, ()):
-            request.token_ids.append(token_id)
-            new_token_ids.append(token_id)
-            stop = check_stop(request, self._max_model_len)
-            if stop is not None:
-                self._finish(request, stop.status, stop.token_id)
-                break
-        prompt_logprobs = result.prompt_logprobs.get(req_id, [])
+        new_token_ids = result.sampled_token_ids.get(req_id, [])
+        logprobs: Sequence[TokenLogprobs] = result.logprobs.get(req_id, ())
+        prompt_logprobs = result.prompt_logprobs.get(req_id, ())
         if not new_token_ids and not prompt_logprobs:
             return None
+        stop: Stop | None = None
+        for num_new_tokens, token_id in enumerate(new_token_ids, 1):
+            request.token_ids.append(token_id)
+            stop = check_stop(request, self._max_model_len)
+            if stop is not None:
+                new_token_ids, logprobs = new_token_ids[:num_new_tokens], logprobs[:num_new_tokens]
+                self._finish(request, stop.status, stop.token_id)
+                break
         return RequestEvent(
-            req_id=req_id,
-            new_token_ids=new_token_ids,
-            logprobs=result.logprobs.get(req_id, [])[: len(new_token_ids)],
-            prompt_logprobs=prompt_logprobs,
-            finish_reason=None if stop is None else stop.status.value,
-            stop_reason=request.stop_reason,
-            num_cached_tokens=request.num_cached_tokens,
+            req_id,
+            new_token_ids,
+            logprobs,
+            prompt_logprobs,
+            None if stop is None else stop.status.value,
+            request.stop_reason,
+            request.num_cached_tokens,
         )
 
     def _finish(

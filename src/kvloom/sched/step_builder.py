@@ -5,19 +5,40 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvloom.request import Request
-from kvloom.step import CachedRequestData, NewRequestData, SchedulerOutput
+from kvloom.step import (
+    MAX_EXTRA_LOGITS_ROWS,
+    CachedRequestData,
+    NewRequestData,
+    SchedulerOutput,
+)
 
 BlockIds = tuple[list[int], ...]
+
+_Diff = tuple[str, bool, list[int], BlockIds, int]
+"""One entry of each list of CachedRequestData."""
 
 
 @dataclass(slots=True)
 class StepBuilder:
-    """One step in the making; `num_free_tokens` is what is left of its token budget."""
+    """One step in the making.
+
+    Attributes:
+        num_free_tokens: what is left of its token budget.
+        num_free_rows: what is left of the rows of logits that requests may have beyond one each.
+    """
 
     num_free_tokens: int
+    num_free_rows: int = MAX_EXTRA_LOGITS_ROWS
     new: list[NewRequestData] = field(default_factory=list)
-    cached: CachedRequestData = field(default_factory=CachedRequestData)
+    cached: list[_Diff] = field(default_factory=list)
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
+
+    def num_fitting_tokens(self, request: Request, num_missing_tokens: int) -> int:
+        """How many of the tokens that a request has yet to compute fit into the step."""
+        num_tokens = min(num_missing_tokens, self.num_free_tokens)
+        if num_tokens > 1 and _scores_prompt(request):
+            return min(num_tokens, 1 + self.num_free_rows)
+        return num_tokens
 
     def add_new(self, request: Request, num_tokens: int, block_ids: BlockIds) -> None:
         """Schedule a request that workers have not seen; `block_ids` is its whole table."""
@@ -39,12 +60,14 @@ class StepBuilder:
         Workers keep the prompt and the sampling parameters of a request until it is finished, and
         may drop the rest when it is preempted: the whole table and all output tokens go along.
         """
-        self._add_cached(request, True, request.output_token_ids, block_ids)
+        computed = request.num_computed_tokens
+        self.cached.append((request.req_id, True, request.output_token_ids, block_ids, computed))
         self._spend(request, num_tokens)
 
     def add_running(self, request: Request, num_tokens: int, new_block_ids: BlockIds) -> None:
         """Schedule a request that keeps running; workers sampled its tokens themselves."""
-        self._add_cached(request, False, [], new_block_ids)
+        computed = request.num_computed_tokens
+        self.cached.append((request.req_id, False, [], new_block_ids, computed))
         self._spend(request, num_tokens)
 
     def build(
@@ -53,7 +76,7 @@ class StepBuilder:
         """The finished step."""
         return SchedulerOutput(
             scheduled_new_reqs=self.new,
-            scheduled_cached_reqs=self.cached,
+            scheduled_cached_reqs=CachedRequestData(*map(list, zip(*self.cached, strict=True))),
             num_scheduled_tokens=self.num_scheduled_tokens,
             total_num_scheduled_tokens=sum(self.num_scheduled_tokens.values()),
             scheduled_spec_decode_tokens={},
@@ -67,15 +90,12 @@ class StepBuilder:
             block_copies=[],
         )
 
-    def _add_cached(
-        self, request: Request, is_resumed: bool, new_token_ids: list[int], block_ids: BlockIds
-    ) -> None:
-        self.cached.req_ids.append(request.req_id)
-        self.cached.resumed_from_preemption.append(is_resumed)
-        self.cached.new_token_ids.append(new_token_ids)
-        self.cached.new_block_ids.append(block_ids)
-        self.cached.num_computed_tokens.append(request.num_computed_tokens)
-
     def _spend(self, request: Request, num_tokens: int) -> None:
         self.num_scheduled_tokens[request.req_id] = num_tokens
         self.num_free_tokens -= num_tokens
+        if num_tokens > 1 and _scores_prompt(request):
+            self.num_free_rows -= num_tokens - 1
+
+
+def _scores_prompt(request: Request) -> bool:
+    return request.sampling_params.prompt_logprobs is not None

@@ -21,13 +21,14 @@ def check_stop(request: Request, max_model_len: int) -> Stop | None:
     reaches the length limit is a stop.
     """
     params = request.sampling_params
-    token_id = request.token_ids[-1]
-    num_output_tokens = request.num_output_tokens
+    num_tokens = len(request.token_ids)
+    num_output_tokens = num_tokens - request.num_prompt_tokens
     if num_output_tokens > params.min_tokens:
+        token_id = request.token_ids[-1]
         if token_id in params.eos_token_ids and not params.ignore_eos:
             return Stop(RequestStatus.FINISHED_STOP)
         if token_id in params.stop_token_ids:
             return Stop(RequestStatus.FINISHED_STOP, token_id)
-    if num_output_tokens >= params.max_tokens or request.num_tokens >= max_model_len:
+    if num_output_tokens >= params.max_tokens or num_tokens >= max_model_len:
         return Stop(RequestStatus.FINISHED_LENGTH)
     return None
