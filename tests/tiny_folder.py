@@ -10,6 +10,7 @@ import tokenizers
 from safetensors.numpy import save_file
 from tokenizers import decoders, models, pre_tokenizers
 
+from kvloom import SamplingParams
 from tiny_models import BASE, make_weights, tensor_shapes
 
 BOS, EOS = "<s>", "</s>"
@@ -49,3 +50,8 @@ def make_tiny_folder(folder: Path, **changes: Any) -> Path:
         json.dumps({"bos_token": BOS, "eos_token": EOS, "chat_template": CHAT_TEMPLATE})
     )
     return folder
+
+
+def greedy(**changes: object) -> SamplingParams:
+    """Eight tokens, always the most likely ones."""
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": 8, "ignore_eos": True} | changes)

@@ -13,13 +13,16 @@ from typing import Any
 import numpy as np
 
 from kvloom.dtypes import DType
-from kvloom.kv.spec import FullAttentionSpec
+from kvloom.kv.planner import make_kv_cache_spec
+from kvloom.kv.spec import KVCacheSpec, LayerSpec
 from kvloom.models.base import Model, ModelDTypes
 from kvloom.models.parallel import TensorParallelRank
 from kvloom.models.registry import build_model
 from kvloom.ops.base import AttentionMetadata, Batch
 from kvloom.ops.reference import ReferenceBackend
 from kvloom.runner.collectives import SingleRankCommunicator, make_thread_communicators
+from kvloom.weights.loader import load_weights
+from memory_checkpoint import MemoryCheckpoint
 
 BASE: dict[str, Any] = {
     "vocab_size": 48,
@@ -98,7 +101,6 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3_yarn": _qwen3(rope_theta=100.0, rope_scaling=_YARN),
     "mistral_gqa": _mistral(),
     "mistral_head_dim_tied": _mistral(head_dim=16, tie_word_embeddings=True),
-    "mistral_window_never_reached": _mistral(sliding_window=64),
 }
 
 NUM_TOKENS = 24
@@ -122,9 +124,9 @@ def make_weights(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]
     weights = {}
     for name, shape in shapes.items():
         values = 2.0 * np.random.default_rng(zlib.crc32(name.encode())).random(shape) - 1.0
-        if len(shape) == 2:
-            values *= 1.7 if "embed" in name else 2.5 / shape[1] ** 0.5
-        elif "norm" in name:
+        if len(shape) > 1:
+            values *= 1.7 if "embed" in name else 2.5 / shape[-1] ** 0.5
+        elif "norm" in name or "scal" in name:
             values = 1.0 + 0.3 * values
         weights[name] = values.astype(np.float32)
     return weights
@@ -135,44 +137,36 @@ def build_loaded(
     backend: ReferenceBackend,
     rank: TensorParallelRank = TensorParallelRank(),  # noqa: B008 - frozen, so it may be shared
 ) -> Model:
-    """A model of `config` with `make_weights`' weights, sliced and stacked as its sources say."""
+    """A model of `config` with `make_weights`' weights, as the loader arranges them."""
     model = build_model(config, rank, ModelDTypes(DType.FLOAT32, DType.FLOAT32))
-    weights = make_weights(tensor_shapes(config))
-    for parameter in model.parameters:
-        parts = []
-        for source in parameter.sources:
-            tensor = weights[source.name]
-            assert tensor.shape == source.shape
-            if source.slice is not None:
-                kept = slice(source.slice.start, source.slice.stop)
-                tensor = tensor[kept] if source.slice.axis == 0 else tensor[:, kept]
-            parts.append(tensor)
-        parameter.value = backend.pack(parameter, np.concatenate(parts))
+    load_weights(model, MemoryCheckpoint(make_weights(tensor_shapes(config))), backend.pack)
     return model
 
 
 class TinyRunner:
     """Runs one request through a model, chunk by chunk, over blocks that do not lie in order.
 
-    The whole pool is filled with NaN first, so that a read of an unwritten slot shows.
+    Every layer that stores KV is a group of its own. The pools are filled with NaN first, and
+    blocks that no later token sees are taken from the table and filled with NaN again: a read of
+    what is not there shows.
     """
 
     def __init__(self, model: Model, backend: ReferenceBackend, block_size: int = 4) -> None:
         self.model, self.backend, self.block_size = model, backend, block_size
         self.num_blocks = 1 + -(-model.max_model_len // block_size)
-        rng = np.random.default_rng(block_size)
-        self.table = (1 + rng.permutation(self.num_blocks - 1)).astype(np.int32)
         self.num_computed = 0
+        self._groups: list[_LayerGroup] = []
+        bound = {}  # layer name -> the KVLayer that it is or reads
         for layer, spec in zip(model.attention_layers, model.get_kv_spec().layers, strict=True):
-            layer.spec = FullAttentionSpec(
-                block_size=block_size,
-                num_kv_heads=spec.num_kv_heads,
-                head_size=spec.head_size,
-                dtype=spec.dtype,
-            )
-            raw = backend.allocate_kv(layer.spec.page_size_bytes * self.num_blocks)
-            raw[:] = -1  # all bits set is a NaN in every float format
-            layer.storage = backend.view_kv(raw, layer.spec, self.num_blocks)
+            if spec.shares_kv_with is not None:
+                target = bound[spec.shares_kv_with]
+                layer.spec, layer.group, layer.storage = target.spec, target.group, target.storage
+            else:
+                group = _LayerGroup(spec, backend, block_size, self.num_blocks)
+                layer.spec, layer.group = group.spec, len(self._groups)
+                layer.storage = backend.view_kv(group.raw, group.spec, self.num_blocks)
+                self._groups.append(group)
+            bound[layer.name] = layer
 
     def step(
         self,
@@ -182,25 +176,56 @@ class TinyRunner:
     ) -> np.ndarray:
         """Logits [num_rows, vocab_size] of the request's next tokens; of all unless `rows` says."""
         start, end = self.num_computed, self.num_computed + len(token_ids)
-        positions = np.arange(start, end)
-        blocks, offsets = positions // self.block_size, positions % self.block_size
-        metadata = AttentionMetadata(
-            block_table=self.table[None],
-            slot_mapping=self.table[blocks].astype(np.int64) * self.block_size + offsets,
-            query_start=np.array([0, len(token_ids)], np.int32),
-            seq_lens=np.array([end], np.int32),
-            num_computed_tokens=np.array([start], np.int32),
-            block_size=self.block_size,
-        )
         batch = Batch(
             token_ids=np.array(token_ids, np.int64),
-            positions=positions,
+            positions=np.arange(start, end),
             logits_rows=np.arange(len(token_ids)) if rows is None else np.array(rows),
-            attention=[metadata],
+            attention=[group.metadata(start, end) for group in self._groups],
         )
         self.num_computed = end
         ops = self.backend.ops(batch, communicator or SingleRankCommunicator())
         return self.backend.to_host(self.model.forward(ops, batch))
+
+
+class _LayerGroup:
+    """The blocks of one layer and the request's table of them."""
+
+    def __init__(
+        self, layer: LayerSpec, backend: ReferenceBackend, block_size: int, num_blocks: int
+    ) -> None:
+        self.layer = layer
+        self.spec: KVCacheSpec = make_kv_cache_spec(layer, block_size)
+        self.raw = backend.allocate_kv(self.spec.page_size_bytes * num_blocks)
+        self.raw[:] = -1  # all bits set is a NaN in every float format
+        rng = np.random.default_rng(block_size)
+        self.table = (1 + rng.permutation(num_blocks - 1)).astype(np.int32)
+
+    def metadata(self, start: int, end: int) -> AttentionMetadata:
+        """Of a step over the positions [start, end)."""
+        size = self.spec.block_size
+        self._drop_before(self._first_visible(start) // size)
+        positions = np.arange(start, end)
+        return AttentionMetadata(
+            block_table=self.table[None].copy(),
+            slot_mapping=self.table[positions // size].astype(np.int64) * size + positions % size,
+            query_start=np.array([0, end - start], np.int32),
+            seq_lens=np.array([end], np.int32),
+            num_computed_tokens=np.array([start], np.int32),
+            block_size=size,
+        )
+
+    def _first_visible(self, position: int) -> int:
+        """The first key that the query at a position sees, from the definitions."""
+        if self.layer.sliding_window_size is not None:
+            return max(position - self.layer.sliding_window_size + 1, 0)
+        if self.layer.chunk_size is not None:
+            return position // self.layer.chunk_size * self.layer.chunk_size
+        return 0
+
+    def _drop_before(self, column: int) -> None:
+        blocks = self.raw.reshape(-1, self.spec.page_size_bytes)
+        blocks[self.table[:column]] = -1
+        self.table[:column] = 0
 
 
 def run_ranks(world_size: int, work: Callable[[TensorParallelRank, Any], Any]) -> list[Any]:

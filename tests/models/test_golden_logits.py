@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvloom.ops.reference import ReferenceBackend
+from tiny_families import ALL_CASES, GOLDEN_FILES
 from tiny_models import (
     CASES,
     GOLDEN_ROWS,
@@ -19,14 +20,16 @@ from tiny_models import (
     make_token_ids,
 )
 
-GOLDEN = Path(__file__).parent.parent / "golden" / "tiny_logits.npz"
+GOLDEN = Path(__file__).parent.parent / "golden"
 BACKEND = ReferenceBackend()
-ONE_PER_FAMILY = ["llama_mha_biases", "qwen2_tied", "qwen3_tied", "mistral_gqa"]
+# One of each family whose layers are alike, and all others.
+SCHEDULED_CASES = ["llama_mha_biases", "qwen2_tied", "qwen3_tied", "mistral_gqa"]
+SCHEDULED_CASES += [case for case in ALL_CASES if case not in CASES]
 
 
 def logits(case: str, chunks: list[int], block_size: int = 4) -> np.ndarray:
     """[NUM_TOKENS, vocab_size], computed chunk by chunk over the cache."""
-    runner = TinyRunner(build_loaded(CASES[case], BACKEND), BACKEND, block_size)
+    runner = TinyRunner(build_loaded(ALL_CASES[case], BACKEND), BACKEND, block_size)
     ids, ends = make_token_ids(case), list(itertools.accumulate(chunks))
     assert ends[-1] == NUM_TOKENS
     return np.concatenate(
@@ -34,14 +37,18 @@ def logits(case: str, chunks: list[int], block_size: int = 4) -> np.ndarray:
     )
 
 
-def test_every_case_has_golden_logits() -> None:
-    with zipfile.ZipFile(GOLDEN) as file:
-        assert {Path(name).stem for name in file.namelist()} == {*CASES, "made_with"}
+@pytest.mark.parametrize("name", GOLDEN_FILES)
+def test_every_case_has_golden_logits(name: str) -> None:
+    with zipfile.ZipFile(GOLDEN / f"{name}.npz") as file:
+        stored = {Path(member).stem for member in file.namelist()}
+    assert stored == {*GOLDEN_FILES[name], "made_with"}
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_logits_equal_transformers(case: str) -> None:
-    with np.load(GOLDEN) as golden:
+@pytest.mark.parametrize(
+    ("name", "case"), [(name, case) for name, cases in GOLDEN_FILES.items() for case in cases]
+)
+def test_logits_equal_transformers(name: str, case: str) -> None:
+    with np.load(GOLDEN / f"{name}.npz") as golden:
         expected = golden[case]
     assert expected.std() > 1.0  # otherwise a tolerance of 1e-4 would say little
     out = logits(case, [NUM_TOKENS])[GOLDEN_ROWS]
@@ -49,7 +56,7 @@ def test_logits_equal_transformers(case: str) -> None:
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 64])
-@pytest.mark.parametrize("case", ONE_PER_FAMILY)
+@pytest.mark.parametrize("case", SCHEDULED_CASES)
 def test_cached_equals_uncached(case: str, block_size: int) -> None:
     whole = logits(case, [NUM_TOKENS], block_size)
     cached = logits(case, [1] * NUM_TOKENS, block_size)
@@ -57,7 +64,7 @@ def test_cached_equals_uncached(case: str, block_size: int) -> None:
 
 
 @pytest.mark.parametrize("chunks", [[3, 5, 16], [23, 1], [8, 8, 8]], ids=str)
-@pytest.mark.parametrize("case", ONE_PER_FAMILY)
+@pytest.mark.parametrize("case", SCHEDULED_CASES)
 def test_chunked_equals_whole(case: str, chunks: list[int]) -> None:
     np.testing.assert_allclose(logits(case, chunks), logits(case, [NUM_TOKENS]), rtol=0, atol=1e-4)
 

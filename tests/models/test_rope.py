@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvloom.errors import UnsupportedModelError
-from kvloom.models.rope import RopeFields, build_rope
+from kvloom.models.rope import RopeFields, build_rope, read_max_model_len
 from kvloom.ops.base import Rope
 
 GGUF_FACTORS = "gguf.rope_factors"  # what the translation of a GGUF file calls them
@@ -42,6 +42,13 @@ def test_default() -> None:
 def test_linear_stretches_every_frequency() -> None:
     scaled = rope(rope_scaling={"type": "linear", "factor": 2.5})
     assert scaled.inv_freq == pytest.approx([f / 2.5 for f in plain()])
+
+
+def test_proportional_turns_the_first_pairs_alone() -> None:
+    scaling = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "factor": 2.0}
+    assert rope(rope_scaling=scaling).inv_freq == pytest.approx(
+        [f / 2.0 for f in plain()[:16]] + [0.0] * 48
+    )
 
 
 def test_llama3_keeps_fast_pairs_and_stretches_slow_ones() -> None:
@@ -87,6 +94,48 @@ def test_yarn_without_a_factor_stretches_as_far_as_the_config_says() -> None:
     assert implied == rope(rope_scaling=YARN | {"factor": 131072 / 32768})
 
 
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.5],
+    "long_factor": [2.0, 32.0],
+    "original_max_position_embeddings": 4096,
+}
+
+
+def test_longrope_divides_by_one_set_for_all_requests() -> None:
+    """The long set as soon as one request may outgrow the original length, else the short one."""
+
+    def frequencies(longest: int | None) -> tuple[float, ...]:
+        asked = {} if longest is None else {"kvloom.longest_request": longest}
+        return rope(4, 100.0, rope_scaling=LONGROPE, **asked).inv_freq
+
+    assert frequencies(None) == pytest.approx((1.0 / 2.0, 0.1 / 32.0))
+    assert frequencies(4097) == frequencies(None)
+    assert frequencies(4096) == pytest.approx((1.0, 0.1 / 1.5))
+    never_long = rope(4, 100.0, rope_scaling=LONGROPE, max_position_embeddings=4096)
+    assert never_long.inv_freq == frequencies(4096)
+
+
+def test_longrope_attention_factors() -> None:
+    """By the paper's formula, whichever set divides."""
+
+    def factor(**changes: Any) -> float:
+        own = {"kvloom.longest_request": changes.pop("longest", 8192)}
+        return rope(4, rope_scaling=LONGROPE | changes, **own).attention_factor
+
+    assert factor() == pytest.approx(math.sqrt(1 + math.log(32) / math.log(4096)))
+    assert factor(longest=64) == factor()
+    assert factor(factor=4.0) == pytest.approx(math.sqrt(1 + math.log(4) / math.log(4096)))
+    assert factor(factor=0.5) == 1.0
+    assert factor(attention_factor=1.19) == 1.19
+
+
+@pytest.mark.parametrize("value", [None, 2.0, "x", [1.0], [1.0, -1.0], [1.0, "x"]])
+def test_factors_of_longrope_are_positive_numbers_one_per_pair(value: Any) -> None:
+    with pytest.raises(UnsupportedModelError, match="long_factor"):
+        rope(4, rope_scaling=LONGROPE | {"long_factor": value})
+
+
 def test_factors_divide_and_llama3_is_a_set_of_factors() -> None:
     wanted = rope(rope_scaling=LLAMA31).inv_freq
     factors = [old / new for old, new in zip(plain(), wanted, strict=True)]
@@ -116,7 +165,7 @@ def test_both_spellings_mean_the_same(scaling: dict[str, Any]) -> None:
 
 def test_longest_context() -> None:
     def longest(**config: Any) -> int:
-        return RopeFields.read({"max_position_embeddings": 40960, **config}).max_model_len
+        return read_max_model_len({"max_position_embeddings": 40960, **config})
 
     assert longest() == 40960
     assert longest(rope_scaling=LLAMA31) == 40960
@@ -125,7 +174,7 @@ def test_longest_context() -> None:
     assert longest(rope_scaling=YARN | {"factor": 1.0}) == 40960
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "factors", "longrope", "mrope", "proportional", "su"])
+@pytest.mark.parametrize("kind", ["dynamic", "factors", "mrope", "su"])
 def test_unknown_kinds_are_refused_by_name(kind: str) -> None:
     for key in ("type", "rope_type"):
         with pytest.raises(UnsupportedModelError, match=f"rope kind '{kind}' is not supported"):
@@ -179,15 +228,26 @@ def test_the_original_length_is_a_positive_integer(value: Any) -> None:
             rope(**config)
 
 
+def test_equal_bounds_of_llama3_leave_nothing_to_blend() -> None:
+    """As in Llama 4 Scout: each frequency is kept or divided."""
+    scaling = LLAMA31 | {"low_freq_factor": 1.0, "high_freq_factor": 1.0}
+    kept = 0
+    for scaled, plain in zip(rope(rope_scaling=scaling).inv_freq, rope().inv_freq, strict=True):
+        turns = scaling["original_max_position_embeddings"] * plain / (2 * math.pi)
+        assert scaled == (plain if turns > 1 else plain / scaling["factor"])
+        kept += scaled == plain
+    assert 0 < kept < len(rope().inv_freq)
+
+
 def test_settings_that_exclude_each_other_are_refused() -> None:
-    """Between the two bounds llama3 blends: there must be something between them."""
-    for low in (4.0, 5.0):
-        with pytest.raises(UnsupportedModelError, match=r"low_freq_factor .* below"):
-            rope(rope_scaling=LLAMA31 | {"low_freq_factor": low})
+    """Between the two bounds llama3 blends, so that they have an order."""
+    with pytest.raises(UnsupportedModelError, match=r"low_freq_factor 5.0 should not be above"):
+        rope(rope_scaling=LLAMA31 | {"low_freq_factor": 5.0})
     with pytest.raises(UnsupportedModelError, match="truncate should be true or false"):
         rope(rope_scaling=YARN | {"truncate": "no"})
 
 
 def test_the_kinds_that_are_named_are_those_a_config_can_have() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"knows default, linear, llama3, yarn$"):
+    known = "default, linear, proportional, llama3, yarn, longrope"
+    with pytest.raises(UnsupportedModelError, match=f"knows {known}$"):
         rope(rope_scaling={"rope_type": "factors"})

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from kvloom.errors import ModelError, RequestError
-from kvloom.tokenizer.chat import ChatTemplate
+from kvloom.tokenizer.chat import ChatOptions, ChatTemplate
 
 USER = [{"role": "user", "content": "hi"}]
 
 
 def render(template: str, messages: list[Any] = USER) -> str:
-    return ChatTemplate(template, {}).render(messages, add_generation_prompt=True)
+    return ChatTemplate(template, {}).render(messages, ChatOptions())
 
 
 def test_blocks_leave_no_lines() -> None:

@@ -111,6 +111,31 @@ def test_where_chat_templates_are_found(folder: Path) -> None:
     assert template_of(folder, chat_template="config") == "jinja"
 
 
+def test_a_byte_order_mark_is_no_part_of_a_file(folder: Path) -> None:
+    files = {"special_tokens_map.json": '{"eos_token": "</s>"}', "chat_template.jinja": "jinja"}
+    for name, text in {**files, "tokenizer_config.json": '{"bos_token": "<s>"}'}.items():
+        (folder / name).write_text("\ufeff" + text, "utf-8")
+    tokenizer = load_tokenizer(Files(folder))
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (BOS, {EOS})
+    assert tokenizer.render_chat([{"role": "user", "content": ""}]) == "jinja"
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer_config.json", "special_tokens_map.json", "chat_template.json"]
+)
+@pytest.mark.parametrize("content", [b"[" * 100_000, b"\xff", b"{", b"NaN and more"])
+def test_a_damaged_file_is_named(folder: Path, name: str, content: bytes) -> None:
+    (folder / name).write_bytes(content)
+    with pytest.raises(ModelNotFoundError, match=rf"{name} is not valid JSON .*; fetch it again"):
+        load_tokenizer(Files(folder))
+
+
+def test_a_damaged_template_is_named(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ModelNotFoundError, match=r"chat_template\.jinja is no text"):
+        load_tokenizer(Files(folder))
+
+
 def test_folders_without_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text("{")
     with pytest.raises(ModelNotFoundError, match=r"tokenizer_config\.json is not valid JSON"):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvloom.tokenizer import Tokenizer, load_tokenizer
-from kvloom.tokenizer.chat import ChatTemplate
+from kvloom.tokenizer.chat import ChatOptions, ChatTemplate
 from kvloom.tokenizer.from_gguf import tokenizer_from_gguf
 from kvloom.weights.checkpoint import open_checkpoint
 from kvloom.weights.gguf_header import read_header
@@ -68,4 +68,4 @@ def test_smollm2_chat_prompts(smollm2_tokenizer: Tokenizer, chat: dict[str, Any]
 @pytest.mark.parametrize("case", GOLDEN["templates"])
 def test_templates_render_as_in_transformers(case: dict[str, Any]) -> None:
     template = ChatTemplate(case["template"], {"bos_token": "<s>", "eos_token": "</s>"})
-    assert template.render(case["messages"], add_generation_prompt=True) == case["text"]
+    assert template.render(case["messages"], ChatOptions()) == case["text"]

@@ -8,6 +8,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from kvloom.errors import ConfigError, RequestError, UnsupportedModelError
 from kvloom.tokenizer import Tokenizer
+from kvloom.tokenizer.chat import ChatOptions
 from kvloom.tokenizer.tokenizer import SpecialTokens
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -82,6 +83,57 @@ def test_ids_without_a_token_have_no_text(tokenizer: Tokenizer, token_id: int) -
     assert tokenizer.decode([x, token_id, x]) == "xx"
 
 
+@pytest.mark.parametrize("has_spaces", [False, True])
+@pytest.mark.parametrize("skips", [False, True])
+def test_plain_texts_are_what_tokens_add_to_any_text(
+    tokenizer: Tokenizer, skips: bool, has_spaces: bool
+) -> None:
+    plain = tokenizer.plain_texts(skips)
+    [x] = tokenizer.encode("x", add_special_tokens=False)
+    [*_, last_of_pair] = tokenizer.encode("é", add_special_tokens=False)
+    texts = [tokenizer.decode(ids, skips, has_spaces) for ids in ([], [x], [x, A], [C, x, x])]
+    longer = [
+        [tokenizer.decode([*ids, one], skips, has_spaces) for ids in ([], [x], [x, A], [C, x, x])]
+        for one in range(260)  # the last has no token
+    ]
+    for one, whole in enumerate(longer):
+        if plain[one] is not None:
+            assert whole == [text + plain[one] for text in texts]
+    assert (plain[x], plain[C], plain[259]) == ("x", "<c>", "")
+    assert plain[last_of_pair] is None
+    assert plain[A] == ("" if skips else None)
+
+
+@pytest.mark.parametrize(
+    ("decoder", "expected"),
+    [
+        (decoders.ByteLevel(), "ab"),
+        (decoders.Metaspace(), "ab"),
+        (decoders.Sequence([decoders.Replace("_", " "), decoders.ByteFallback()]), None),
+        (decoders.CTC(), None),  # "aa" may be one a
+        (decoders.BPEDecoder(), None),  # the last word has no space behind it
+        (decoders.WordPiece(), None),
+        (
+            decoders.Sequence(
+                [
+                    decoders.Replace("_", " "),
+                    decoders.ByteFallback(),
+                    decoders.Fuse(),
+                    decoders.Strip(" ", 0, 1),
+                ]
+            ),
+            None,
+        ),
+    ],
+)
+def test_tokens_are_plain_where_their_texts_are_simply_joined(
+    decoder: object, expected: str | None
+) -> None:
+    backend = tokenizers.Tokenizer(models.WordLevel({"ab": 0}, "ab"))
+    backend.decoder = decoder
+    assert Tokenizer(backend, SpecialTokens()).plain_texts(True)[0] == expected
+
+
 def test_half_a_surrogate_pair_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(RequestError, match="prompt: character 1 is half"):
         tokenizer.encode("a\ud83d", add_special_tokens=True)
@@ -130,4 +182,4 @@ def test_the_template_sees_the_special_tokens() -> None:
     assert tokenizer.has_chat_template
     messages = [{"role": "user", "content": "x"}]
     assert tokenizer.render_chat(messages) == "<a>x<b>>"
-    assert tokenizer.render_chat(messages, add_generation_prompt=False) == "<a>x<b>"
+    assert tokenizer.render_chat(messages, ChatOptions(add_generation_prompt=False)) == "<a>x<b>"

@@ -18,9 +18,11 @@ from kvloom.models.base import Model, ModelDTypes
 from kvloom.models.parallel import TensorParallelRank
 from kvloom.models.registry import build_model
 from kvloom.ops.base import Parameter, StoredRows
+from kvloom.ops.source import Add, Reshape, Slice, Source, Step, SwapAxes
 from kvloom.weights.checkpoint import open_checkpoint
 from kvloom.weights.loader import RowPacking, load_weights
-from kvloom.weights.packing import float_rows, keep_columns, packed_format, stored_rows
+from kvloom.weights.packing import packed_format, stored_rows
+from kvloom.weights.steps import block_steps, move_rows, rows_of_units
 
 METADATA = {
     **LLAMA_METADATA,
@@ -147,20 +149,72 @@ def test_what_formats_become(
     assert packed_format(stored, dtype, has_whole_blocks=has_whole_blocks) == packed
 
 
+SHAPE = (4, 6, 128)
+MOVES: dict[str, tuple[Step, ...]] = {
+    "nothing": (),
+    "rows": (Slice(1, 2, 5),),
+    "every other row": (Slice(1, 1, 6, 2),),
+    "columns": (Slice(2, 32, 96),),
+    "one of the stack": (Slice(0, 2, 3), Reshape((6, 128))),
+    "halves": (Reshape((4, 3, 2, 128)), SwapAxes(1, 2), Reshape(SHAPE)),
+    "columns of flat rows": (Reshape((24, 128)), Slice(1, 0, 64)),
+}
+
+
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"])
-def test_columns_of_rows_are_columns_of_values(kind: str) -> None:
-    values = np.random.default_rng(2).standard_normal((3, 128)).astype(np.float32)
+@pytest.mark.parametrize("name", MOVES)
+def test_rows_moved_as_they_are_stored_hold_the_values_moved(name: str, kind: str) -> None:
+    values = np.random.default_rng(2).standard_normal(SHAPE).astype(np.float32)
     raw = quantize(values, GGMLType[kind]).view(np.uint8)
-    rows = stored_rows("x", kind, (3, 128), raw.reshape(-1))
-    kept = keep_columns(rows, 32, 96)
-    assert kept.num_inputs == 64
-    np.testing.assert_array_equal(values_of(kept), values_of(rows)[:, 32:96])
+    expected = dequantize(quantize(values, GGMLType[kind]), GGMLType[kind])
+    rows = stored_rows("x", kind, SHAPE, raw.reshape(-1))
+    units = move_rows(rows, Source("x", SHAPE, MOVES[name]))
+    found = values_of(rows_of_units(units.reshape(-1, units.shape[-1]), kind, 0))
+    for step in MOVES[name]:
+        if isinstance(step, Slice):
+            indices = range(step.start, step.stop, step.step)
+            expected = np.take(expected, indices, axis=step.axis)
+        elif isinstance(step, Reshape):
+            expected = np.reshape(expected, step.shape)
+        elif isinstance(step, SwapAxes):
+            expected = np.swapaxes(expected, step.first, step.second)
+    np.testing.assert_array_equal(found, expected.reshape(-1, expected.shape[-1]))
 
 
-def test_float_rows_hold_any_layout() -> None:
+@pytest.mark.parametrize(
+    "steps",
+    [
+        (Slice(2, 16, 48),),
+        (Slice(2, 0, 128, 2),),
+        (SwapAxes(1, 2),),
+        (Reshape((4, 12, 64)),),
+        (Reshape((24, 128)), SwapAxes(0, 1)),
+        (Slice(2, 0, 64), Reshape((4, 3, 128))),
+        (Add(1.0),),
+    ],
+    ids=str,
+)
+def test_steps_that_blocks_cannot_take(steps: tuple[Step, ...]) -> None:
+    assert block_steps(Source("x", SHAPE, steps)) is None
+
+
+def test_rows_that_are_not_made_of_whole_blocks() -> None:
+    assert block_steps(Source("x", (4, 48))) is None
+
+
+def test_a_transposed_matrix_moves_as_it_is_stored() -> None:
+    values = np.arange(12, dtype=np.float16).reshape(3, 4)
+    rows = stored_rows("x", "F16", (3, 4), values.view(np.uint8).reshape(-1))
+    moved = move_rows(rows, Source("x", (3, 4), (SwapAxes(0, 1),)))
+    found = rows_of_units(moved, "F16", 7)
+    assert (found.num_inputs, found.first_row) == (3, 7)
+    np.testing.assert_array_equal(values_of(found), values.T)
+
+
+def test_float_values_become_rows_from_any_layout() -> None:
     values = np.arange(12, dtype=np.float32).reshape(3, 4)
     for array in (values, values.T, values[:, ::2]):
-        rows = float_rows(array)
+        rows = rows_of_units(array, "F32", 0)
         assert rows.num_inputs == array.shape[1]
         np.testing.assert_array_equal(values_of(rows), array)
 

@@ -44,6 +44,8 @@ class Model(ABC):
         attention_layers: in order of execution; binding the KV cache fills them.
         ignored_tensors: Hugging Face names that a checkpoint may hold besides, each with the source
             that it must be a copy of.
+        unused_tensors: beginnings of names of tensors that a checkpoint may hold for other uses, of
+            which this model has none.
     """
 
     max_model_len: int
@@ -51,11 +53,12 @@ class Model(ABC):
     parameters: list[Parameter]
     attention_layers: list[KVLayer]
     ignored_tensors: dict[str, str]
+    unused_tensors: tuple[str, ...] = ()
 
     @property
     @abstractmethod
     def gguf_tensors(self) -> dict[str, GGUFTensor]:
-        """Where a GGUF file holds each source of the parameters, by its Hugging Face name."""
+        """Where a GGUF file holds each source, by its Hugging Face name; not of `gguf_sources`."""
 
     @abstractmethod
     def get_kv_spec(self) -> KVSpec:

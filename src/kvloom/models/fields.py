@@ -41,6 +41,19 @@ def read_float(
     return float(value)
 
 
+def read_float_or_none(
+    config: Mapping[str, Any], name: str, default: float | None = None
+) -> float | None:
+    """The positive number `name`; null means None, and a config without the field `default`.
+
+    Raises:
+        UnsupportedModelError: neither null nor a finite number above 0.
+    """
+    if config.get(name, default) is None:
+        return None
+    return read_float(config, name, default)
+
+
 def read_bool(config: Mapping[str, Any], name: str, default: bool = False) -> bool:
     """Whether `name` is true; `default` where the config has none.
 
@@ -51,6 +64,34 @@ def read_bool(config: Mapping[str, Any], name: str, default: bool = False) -> bo
     if not isinstance(value, bool):
         raise _wrong(name, value, "true or false")
     return value
+
+
+def read_ints(
+    config: Mapping[str, Any], name: str, count: int, default: int | None = None
+) -> tuple[int, ...]:
+    """The integer `name` of each of `count` layers: the config has one for all, or a list.
+
+    Raises:
+        UnsupportedModelError: missing without a default, or not `count` positive integers.
+    """
+    values = config.get(name)
+    if not isinstance(values, list):
+        return (read_int(config, name, default),) * count
+    if len(values) != count:
+        raise _wrong(name, values, f"one value per layer, {count} in all")
+    return tuple(read_int({name: value}, name) for value in values)
+
+
+def read_floats(config: Mapping[str, Any], name: str) -> tuple[float, ...]:
+    """The list of positive numbers `name`.
+
+    Raises:
+        UnsupportedModelError: missing, or another thing than a list of finite numbers above 0.
+    """
+    values = config.get(name)
+    if not isinstance(values, list):
+        raise _wrong(name, values, "a list of numbers")
+    return tuple(read_float({name: value}, name) for value in values)
 
 
 def read_mapping(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:

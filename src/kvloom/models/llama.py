@@ -3,37 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from kvloom.models.decoder import DecoderConfig, DecoderModel, read_decoder_config
+from kvloom.models.base import ModelDTypes
+from kvloom.models.decoder import DecoderConfig, DecoderModel, read_decoder_config, read_layers
 from kvloom.models.fields import read_bool
-from kvloom.ops.base import Batch, Ops, Value
+from kvloom.models.modules import FeedForward, SelfAttention
+from kvloom.models.parallel import TensorParallelRank
+from kvloom.ops.base import Batch, Ops, Parameter, Value
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaLayer:
+    """Attention and feed-forward, each after a norm."""
+
+    input_norm: Parameter
+    attention: SelfAttention
+    mlp_norm: Parameter
+    mlp: FeedForward
 
 
 class LlamaModel(DecoderModel):
     """Pre-norm decoder: grouped-query attention with rope, gated feed-forward, RMS norms."""
 
+    def __init__(
+        self, fields: Mapping[str, Any], rank: TensorParallelRank, dtypes: ModelDTypes
+    ) -> None:
+        super().__init__(self.read_config(fields), rank, dtypes)
+        self.layers = [
+            LlamaLayer(
+                input_norm=self.build_norm(f"model.layers.{i}.input_layernorm"),
+                attention=self.build_attention(i),
+                mlp_norm=self.build_norm(f"model.layers.{i}.post_attention_layernorm"),
+                mlp=self.build_feed_forward(i),
+            )
+            for i in range(len(self.config.layers))
+        ]
+
     @staticmethod
-    def read_config(config: Mapping[str, Any]) -> DecoderConfig:
+    def read_config(fields: Mapping[str, Any]) -> DecoderConfig:
         """From Hugging Face's fields. Biases are optional; GGUF files permute q and k."""
-        has_attention_bias = read_bool(config, "attention_bias")
+        has_attention_bias = read_bool(fields, "attention_bias")
         return replace(
-            read_decoder_config(config),
+            read_decoder_config(fields, read_layers(fields)),
             has_qkv_bias=has_attention_bias,
             has_out_bias=has_attention_bias,
-            has_mlp_bias=read_bool(config, "mlp_bias"),
+            has_mlp_bias=read_bool(fields, "mlp_bias"),
             permutes_gguf_heads=True,
         )
 
     def forward(self, ops: Ops, batch: Batch) -> Value:
         """Logits [num_rows, vocab_size]."""
+        eps = self.config.norm_eps
         x = self.embed(ops, batch.token_ids)  # [num_tokens, hidden_size]
         for layer in self.layers:
-            h = ops.rms_norm(x, layer.input_norm, self.config.rms_norm_eps)
-            q, k, v = self.split_heads(ops, ops.linear(h, *layer.qkv))
-            q, k = ops.rope(q, k, batch.positions, self.config.rope)
-            a = ops.attention(layer.kv, q, k, v, self.scale)  # [num_tokens, num_heads x head_size]
-            x = ops.add(x, ops.all_reduce(ops.linear(a, *layer.out)))
-            x = self.feed_forward(ops, layer, x)
+            h = ops.rms_norm(x, layer.input_norm, eps)
+            q, k, v = layer.attention.project(ops, h)
+            q, k = layer.attention.rotate(ops, q, k, batch.positions)
+            x = ops.add(x, layer.attention.attend(ops, q, k, v))
+            h = ops.rms_norm(x, layer.mlp_norm, eps)
+            x = ops.add(x, layer.mlp.compute(ops, h))
         return self.logits(ops, x, batch.logits_rows)

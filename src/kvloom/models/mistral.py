@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvloom.errors import UnsupportedModelError
-from kvloom.models.decoder import DecoderConfig, read_decoder_config, read_window
-from kvloom.models.fields import read_int
+from kvloom.models.decoder import DecoderConfig, read_decoder_config, read_layers, read_window
 from kvloom.models.llama import LlamaModel
 
 
@@ -16,19 +15,17 @@ class MistralModel(LlamaModel):
     """Llama without biases; every layer has the same window, or none has."""
 
     @staticmethod
-    def read_config(config: Mapping[str, Any]) -> DecoderConfig:
+    def read_config(fields: Mapping[str, Any]) -> DecoderConfig:
         """From Hugging Face's fields; `sliding_window` null means full attention.
 
         Raises:
             UnsupportedModelError: `layer_types`, which belong to other families.
         """
-        if config.get("layer_types") is not None:
+        if fields.get("layer_types") is not None:
             raise UnsupportedModelError(
                 "mistral configs have one sliding_window for all layers, but this one has "
                 "layer_types; it belongs to another model_type"
             )
-        return replace(
-            read_decoder_config(config),
-            windows=(read_window(config),) * read_int(config, "num_hidden_layers"),
-            permutes_gguf_heads=True,
-        )
+        window = read_window(fields)
+        layers = [replace(layer, window=window) for layer in read_layers(fields)]
+        return replace(read_decoder_config(fields, layers), permutes_gguf_heads=True)

@@ -2,25 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvloom.config import AUTO, Auto
 from kvloom.errors import UnsupportedModelError
 from kvloom.models.base import Model, ModelDTypes
-from kvloom.models.decoder import DecoderModel
+from kvloom.models.cohere2 import Cohere2Model
+from kvloom.models.deepseek import DeepseekV2Model, DeepseekV3Model
+from kvloom.models.gemma2 import Gemma2Model
+from kvloom.models.gemma3 import Gemma3Model
+from kvloom.models.gemma3n import Gemma3nModel
+from kvloom.models.gemma4 import Gemma4Model
+from kvloom.models.gpt_oss import GptOssModel
 from kvloom.models.llama import LlamaModel
+from kvloom.models.llama4 import Llama4Model
 from kvloom.models.mistral import MistralModel
 from kvloom.models.parallel import TensorParallelRank
+from kvloom.models.phi3 import Phi3Model
 from kvloom.models.qwen2 import Qwen2Model
 from kvloom.models.qwen3 import Qwen3Model
+from kvloom.models.rope import LONGEST_REQUEST
+from kvloom.models.smollm3 import SmolLM3Model
 
-_MODELS: dict[str, type[DecoderModel]] = {
+_MODELS: dict[str, Callable[[Mapping[str, Any], TensorParallelRank, ModelDTypes], Model]] = {
+    "cohere2": Cohere2Model,
+    "deepseek_v2": DeepseekV2Model,
+    "deepseek_v3": DeepseekV3Model,
+    "gemma2": Gemma2Model,
+    "gemma3_text": Gemma3Model,
+    "gemma3n_text": Gemma3nModel,
+    "gemma4_text": Gemma4Model,
+    "gpt_oss": GptOssModel,
     "llama": LlamaModel,
+    "llama4_text": Llama4Model,
     "mistral": MistralModel,
+    "phi3": Phi3Model,
     "qwen2": Qwen2Model,
     "qwen3": Qwen3Model,
+    "smollm3": SmolLM3Model,
 }
 
 
@@ -32,8 +52,8 @@ def build_model(
 ) -> Model:
     """The model that a Hugging Face config.json describes, cut for `rank`, without weights.
 
-    A window that no request outgrows is none. Requests may be as long as the model was made for, or
-    up to `longest_request` tokens.
+    Requests may be as long as the model was made for, or up to `longest_request` tokens: some
+    models rotate by other frequencies where none is long.
 
     Raises:
         UnsupportedModelError: the family, or a value of the config, is not one we compute.
@@ -44,9 +64,6 @@ def build_model(
         raise UnsupportedModelError(
             f"model_type {model_type!r} is not supported; kvloom runs {', '.join(_MODELS)}"
         )
-    model_class = _MODELS[model_type]
-    decoder = model_class.read_config(config)
-    longest = decoder.max_model_len if longest_request == AUTO else longest_request
-    longest = min(longest, decoder.max_model_len)
-    windows = tuple(w if w is not None and w < longest else None for w in decoder.windows)
-    return model_class(replace(decoder, windows=windows), rank, dtypes)
+    if longest_request != AUTO:
+        config = {**config, LONGEST_REQUEST: longest_request}
+    return _MODELS[model_type](config, rank, dtypes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -15,6 +16,31 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from kvloom.errors import ModelError, RequestError
 
 _EXAMPLE = "[{'role': 'user', 'content': 'What is a KV cache?'}]"
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """What a prompt is made of beside the messages.
+
+    Attributes:
+        tools: functions the model may call, as JSON schemas; None offers none.
+        documents: texts the model may draw on; None gives none.
+        add_generation_prompt: open the assistant's answer.
+        continue_final_message: let the prompt end within the last message, which the model
+            continues.
+    """
+
+    tools: Sequence[Mapping[str, Any]] | None = None
+    documents: Sequence[Mapping[str, Any]] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    def __post_init__(self) -> None:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise RequestError(
+                "continue_final_message",
+                "the answer cannot both begin and go on; set add_generation_prompt to false",
+            )
 
 
 class _RefusedError(TemplateError):
@@ -40,24 +66,43 @@ class ChatTemplate:
         self._source = source
         self._special_tokens = special_tokens
 
-    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
-        """The prompt for `messages`; `add_generation_prompt` opens the assistant's answer.
+    @property
+    def knows_tools(self) -> bool:
+        """Whether the template shows tools to the model."""
+        return "tools" in self._source
+
+    @property
+    def source(self) -> str:
+        """The template's text."""
+        return self._source
+
+    def render(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> str:
+        """The prompt for `messages`.
 
         Raises:
-            RequestError: what is no message, or messages that the template refuses.
+            RequestError: what is no message, or messages or options that the template refuses.
             ModelError: the template itself is broken.
         """
         for index, message in enumerate(messages):
             _check_message(index, message)
+        for name, value in (("tools", options.tools), ("documents", options.documents)):
+            if value and name not in self._source:
+                raise RequestError(name, f"the model's chat template does not know {name}")
+        text = self._render(messages, options)
+        if options.continue_final_message:
+            return _cut_after_final_message(text, messages[-1])
+        return text
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> str:
         try:
             return (
                 _environment()
                 .from_string(self._source)
                 .render(
                     messages=messages,
-                    tools=None,
-                    documents=None,
-                    add_generation_prompt=add_generation_prompt,
+                    tools=options.tools,
+                    documents=options.documents,
+                    add_generation_prompt=options.add_generation_prompt,
                     **self._special_tokens,
                 )
             )
@@ -92,6 +137,18 @@ def _check_message(index: int, message: Any) -> None:
         "messages",
         f"number {index} has no text as its content, but {type(content).__name__}; give one text "
         f"(join the texts of a list of parts), like {_EXAMPLE}",
+    )
+
+
+def _cut_after_final_message(text: str, message: Mapping[str, Any]) -> str:
+    """The prompt up to the end of the last message's text; templates may trim that."""
+    content = message.get("content") or ""
+    for wanted in (content, content.strip()):
+        begin = text.rfind(wanted)
+        if wanted and begin >= 0:
+            return text[: begin + len(wanted)]
+    raise RequestError(
+        "continue_final_message", "the last message has no text in the prompt to go on from"
     )
 
 

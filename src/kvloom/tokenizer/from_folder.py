@@ -62,10 +62,14 @@ def _read_object(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        content = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
+        content = json.loads(_read_text(path))
+    except (ValueError, RecursionError) as error:
         raise ModelNotFoundError(f"{path} is not valid JSON ({error}); fetch it again") from None
     return content if isinstance(content, dict) else {}
+
+
+def _read_text(path: Path) -> str:
+    return path.read_text("utf-8-sig")  # some editors put a byte order mark first
 
 
 def _special_texts(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
@@ -82,7 +86,10 @@ def _special_texts(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     file = folder / "chat_template.jinja"
     if file.exists():
-        return file.read_text("utf-8")
+        try:
+            return _read_text(file)
+        except ValueError as error:
+            raise ModelNotFoundError(f"{file} is no text ({error}); fetch it again") from None
     named = _read_object(folder / "chat_template.json").get("chat_template")
     template = config.get("chat_template") if named is None else named
     if isinstance(template, list):  # [{"name": ..., "template": ...}, ...]

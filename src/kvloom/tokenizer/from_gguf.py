@@ -9,6 +9,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
 from kvloom.errors import UnsupportedModelError
+from kvloom.tokenizer.bytes import byte_alphabet
 from kvloom.tokenizer.post_processor import add_template
 from kvloom.tokenizer.splits import SPLITS, Split
 from kvloom.tokenizer.tokenizer import SpecialTokens, Tokenizer
@@ -114,7 +115,7 @@ def _split_of(metadata: Metadata) -> Split:
 
 def _byte_level(metadata: Metadata, tokens: Sequence[str], split: Split) -> tokenizers.Tokenizer:
     """BPE over bytes, each written as a printable character."""
-    alphabet = _byte_alphabet()
+    alphabet = byte_alphabet()
     vocab = {_spell(token, alphabet): token_id for token_id, token in enumerate(tokens)}
     merges = _stored_merges(metadata) or []
     backend = _merging(vocab, merges, ignore_merges=split.takes_whole_words)
@@ -140,13 +141,6 @@ def _merging(
         raise UnsupportedModelError(
             f"the GGUF file's tokenizer is damaged ({error}); convert the model again"
         ) from None
-
-
-def _byte_alphabet() -> list[str]:
-    """The character for each byte: itself where it is printable, else the next one from U+0100."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
 def _spell(token: str, alphabet: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ from gguf.quants import dequantize
 
 from kvloom.errors import UnsupportedModelError
 from kvloom.ops.base import StoredRows
-from kvloom.weights.gguf_config import EOS_KEYS, translate_config
+from kvloom.weights.gguf_config import EOS_KEYS, ROPE_TENSORS, translate_config
 from kvloom.weights.gguf_header import TensorInfo, read_header
 from kvloom.weights.mapped_file import MappedFile
 from kvloom.weights.packing import stored_rows
@@ -43,13 +43,12 @@ class GGUFCheckpoint:
         header = read_header(path)
         self._tensors = header.tensors
         self.metadata: Mapping[str, Any] | None = header.metadata
-        factors = self.read("rope_freqs.weight") if "rope_freqs.weight" in self._tensors else None
+        factors = {
+            name: self.read(name).ravel().tolist() for name in ROPE_TENSORS if name in self._tensors
+        }
         shapes = {name: info.shape for name, info in self._tensors.items()}
-        self.config: dict[str, Any] = translate_config(
-            header.metadata, shapes, None if factors is None else factors.ravel().tolist()
-        )
-        # Part of the configuration already.
-        self.tensor_names = frozenset(self._tensors) - {"rope_freqs.weight"}
+        self.config: dict[str, Any] = translate_config(header.metadata, shapes, factors)
+        self.tensor_names = frozenset(self._tensors) - factors.keys()  # those are configuration
         self.eos_token_ids = frozenset(
             header.metadata[key] for key in EOS_KEYS if key in header.metadata
         )

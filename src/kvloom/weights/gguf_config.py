@@ -7,11 +7,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvloom.errors import UnsupportedModelError, WeightsError
+from kvloom.weights.gguf_architectures import (
+    ARCHITECTURES,
+    COUNT,
+    FLAG,
+    NUMBER,
+    SIZE,
+    TEXT,
+    Own,
+    Shapes,
+)
 
 Metadata = Mapping[str, Any]
-Shapes = Mapping[str, tuple[int, ...]]  # tensor name -> shape in Hugging Face order
-
-ARCHITECTURES = ("llama", "qwen2", "qwen3")  # Mistral files say "llama"
 
 # Metadata key below the architecture's name -> config field. Every one of them is required.
 _FIELDS = {
@@ -20,33 +27,34 @@ _FIELDS = {
     "embedding_length": "hidden_size",
     "feed_forward_length": "intermediate_size",
     "attention.head_count": "num_attention_heads",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
+# Tensors that are divisors of the rotary frequencies: of all contexts, or of long and short ones.
+_ROPE_FREQS = "rope_freqs.weight"
+_LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+ROPE_TENSORS = (_ROPE_FREQS, _LONG, _SHORT)
 # Keys below these prefixes change the mathematics, so an unknown one is refused, never ignored.
 _GUARDED = ("attention.", "rope.", "expert_")
-_SIZE, _COUNT, _NUMBER = "a positive integer", "an integer from 0 on", "a positive number"
-_FLAG, _TEXT = "true or false", "a text"
 # Those below the architecture's name that are known, and what each has to be.
 _KNOWN = {
-    **dict.fromkeys(_FIELDS, _SIZE),
-    "attention.layer_norm_rms_epsilon": _NUMBER,
-    "attention.head_count_kv": _SIZE,
-    "attention.key_length": _SIZE,
-    "attention.value_length": _SIZE,
-    "attention.causal": _FLAG,
-    "attention.sliding_window": _COUNT,
-    "rope.dimension_count": _SIZE,
-    "rope.freq_base": _NUMBER,
-    "rope.scale_linear": _NUMBER,
-    "rope.scaling.type": _TEXT,
-    "rope.scaling.factor": _NUMBER,
-    "rope.scaling.attn_factor": _NUMBER,
-    "rope.scaling.original_context_length": _SIZE,
-    "rope.scaling.finetuned": _FLAG,
-    "rope.scaling.yarn_beta_fast": _NUMBER,
-    "rope.scaling.yarn_beta_slow": _NUMBER,
-    "expert_count": _COUNT,
-    "expert_used_count": _COUNT,
+    **dict.fromkeys(_FIELDS, SIZE),
+    "attention.layer_norm_rms_epsilon": NUMBER,
+    "attention.head_count_kv": SIZE,
+    "attention.key_length": SIZE,
+    "attention.value_length": SIZE,
+    "attention.causal": FLAG,
+    "attention.sliding_window": COUNT,
+    "rope.dimension_count": SIZE,
+    "rope.freq_base": NUMBER,
+    "rope.scale_linear": NUMBER,
+    "rope.scaling.type": TEXT,
+    "rope.scaling.factor": NUMBER,
+    "rope.scaling.attn_factor": NUMBER,
+    "rope.scaling.original_context_length": SIZE,
+    "rope.scaling.finetuned": FLAG,
+    "rope.scaling.yarn_beta_fast": NUMBER,
+    "rope.scaling.yarn_beta_slow": NUMBER,
+    "expert_count": COUNT,
+    "expert_used_count": COUNT,
 }
 # Ends of a sequence, of a turn and of a message.
 EOS_KEYS = tuple(f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom"))
@@ -54,7 +62,7 @@ _TOKEN_KEYS = ("tokenizer.ggml.bos_token_id", *EOS_KEYS)
 
 
 def translate_config(
-    metadata: Metadata, shapes: Shapes, rope_factors: list[float] | None
+    metadata: Metadata, shapes: Shapes, rope_factors: Mapping[str, list[float]]
 ) -> dict[str, Any]:
     """The config.json fields of a GGUF file.
 
@@ -62,57 +70,60 @@ def translate_config(
         metadata: the file's key/value pairs.
         shapes: of the file's tensors: they tell vocabulary size, biases and whether the head is
             tied to the embedding.
-        rope_factors: the tensor rope_freqs.weight, divisors of the rotary frequencies.
+        rope_factors: the values of those of ROPE_TENSORS that the file has.
 
     Raises:
         UnsupportedModelError: an architecture, or a key that changes the mathematics, which we do
             not run; named.
         WeightsError: a required key or tensor is missing; named.
     """
-    architecture = metadata.get("general.architecture")
-    if architecture not in ARCHITECTURES:
+    name = metadata.get("general.architecture")
+    if name not in ARCHITECTURES:
         raise UnsupportedModelError(
-            f"GGUF architecture {architecture!r} is not supported; "
+            f"GGUF architecture {name!r} is not supported; "
             f"those that are: {', '.join(ARCHITECTURES)}"
         )
-    prefix = f"{architecture}."
+    architecture, prefix = ARCHITECTURES[name], f"{name}."
     own = {k.removeprefix(prefix): v for k, v in metadata.items() if k.startswith(prefix)}
-    _refuse_per_layer(architecture, own)
-    kinds = {f"{prefix}{key}": kind for key, kind in _KNOWN.items()}
-    _check_kinds(metadata, kinds | dict.fromkeys(_TOKEN_KEYS, _COUNT))
-    _refuse_unknown(architecture, own)
+    known = {**_KNOWN, **architecture.keys}
+    _refuse_per_layer(name, own)
+    kinds = {f"{prefix}{key}": kind for key, kind in known.items()}
+    _check_kinds(metadata, kinds | dict.fromkeys(_TOKEN_KEYS, COUNT))
+    _refuse_unknown(name, own, known)
     if "token_embd.weight" not in shapes:
         raise WeightsError("the GGUF file has no tensor token_embd.weight; fetch it again")
-    config: dict[str, Any] = {"model_type": architecture, "hidden_act": "silu"}
-    for key, field in _FIELDS.items():
-        config[field] = _required(own, architecture, key)
+    config = _common_fields(name, own, shapes)
+    config |= _rope_factors(name, own, config, rope_factors)
+    for kind in ("bos", "eos"):
+        config[f"{kind}_token_id"] = metadata.get(f"tokenizer.ggml.{kind}_token_id")
+    config |= {f: own[key] for key, f in architecture.fields.items() if key in own}
+    return config | architecture.complete(own, shapes, config)
+
+
+def _common_fields(name: str, own: Own, shapes: Shapes) -> dict[str, Any]:
+    """What files of every architecture say alike."""
+    architecture = ARCHITECTURES[name]
+    config: dict[str, Any] = {"model_type": architecture.model_type, "hidden_act": "silu"}
+    for key, field in (*_FIELDS.items(), architecture.norm_eps):
+        config[field] = _required(own, name, key)
     config["num_key_value_heads"] = own.get(
         "attention.head_count_kv", config["num_attention_heads"]
     )
-    config["head_dim"] = _head_size(architecture, own, config)
+    if architecture.has_one_head_size:
+        config["head_dim"] = _head_size(name, own, config)
     config["vocab_size"] = shapes["token_embd.weight"][0]
     config["tie_word_embeddings"] = "output.weight" not in shapes
     config["attention_bias"] = "blk.0.attn_q.bias" in shapes
     config["mlp_bias"] = "blk.0.ffn_up.bias" in shapes
     config["rope_theta"] = own.get("rope.freq_base", 10000.0)
-    config["rope_scaling"] = scaling = _rope_scaling(own)
-    if rope_factors is not None:
-        if scaling is not None:
-            raise UnsupportedModelError(
-                f"the GGUF file has both rope_freqs.weight and {prefix}rope.scaling.type = "
-                f"{scaling['rope_type']!r}; use a file with one of them"
-            )
-        config["gguf.rope_factors"] = rope_factors  # no field of a config.json
+    config["rope_scaling"] = _rope_scaling(own)
     if own.get("attention.sliding_window"):
-        config["model_type"] = "mistral" if architecture == "llama" else architecture
         config["sliding_window"] = own["attention.sliding_window"]
         config["use_sliding_window"] = True
-    for kind in ("bos", "eos"):
-        config[f"{kind}_token_id"] = metadata.get(f"tokenizer.ggml.{kind}_token_id")
     return config
 
 
-def _required(own: Mapping[str, Any], architecture: str, key: str) -> Any:
+def _required(own: Own, architecture: str, key: str) -> Any:
     if key not in own:
         raise WeightsError(
             f"the GGUF metadata has no {architecture}.{key}; the file was not converted whole"
@@ -120,23 +131,23 @@ def _required(own: Mapping[str, Any], architecture: str, key: str) -> Any:
     return own[key]
 
 
-def _refuse_unknown(architecture: str, own: Mapping[str, Any]) -> None:
+def _refuse_unknown(architecture: str, own: Own, known: Mapping[str, str]) -> None:
     for key, value in own.items():
-        if key.startswith(_GUARDED) and key not in _KNOWN:
+        if key.startswith(_GUARDED) and key not in known:
             raise UnsupportedModelError(
                 f"GGUF metadata {architecture}.{key} = {value!r} is not supported; "
                 "use a plain model of this architecture"
             )
-    if own.get("expert_count"):
+    if own.get("expert_count") and known["expert_count"] == COUNT:
         raise UnsupportedModelError(
-            f"the GGUF file has {own['expert_count']} experts per layer; mixture-of-experts models "
-            "are not supported, use a dense one"
+            f"the GGUF file has {own['expert_count']} experts per layer, which models of "
+            f"architecture {architecture!r} do not compute; use a dense one"
         )
     if own.get("attention.causal") is False:
         raise UnsupportedModelError("the GGUF file is an encoder; use a model that generates text")
 
 
-def _refuse_per_layer(architecture: str, own: Mapping[str, Any]) -> None:
+def _refuse_per_layer(architecture: str, own: Own) -> None:
     for key in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
         if isinstance(own.get(key), list):
             raise UnsupportedModelError(
@@ -155,22 +166,23 @@ def _check_kinds(metadata: Metadata, kinds: Mapping[str, str]) -> None:
 
 
 def _is_of_kind(value: Any, kind: str) -> bool:
-    if kind == _FLAG:
+    if kind == FLAG:
         return isinstance(value, bool)
-    if kind == _TEXT:
+    if kind == TEXT:
         return isinstance(value, str)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    if kind == _NUMBER:
+    if kind == NUMBER:
         return 0 < value < math.inf
-    return isinstance(value, int) and value >= (1 if kind == _SIZE else 0)
+    return isinstance(value, int) and value >= (1 if kind == SIZE else 0)
 
 
-def _head_size(architecture: str, own: Mapping[str, Any], config: Mapping[str, Any]) -> int:
+def _head_size(architecture: str, own: Own, config: Mapping[str, Any]) -> int:
     head_size = own.get(
         "attention.key_length", config["hidden_size"] // config["num_attention_heads"]
     )
-    for key in ("attention.value_length", "rope.dimension_count"):
+    rotated = ("rope.dimension_count",) if ARCHITECTURES[architecture].rotates_whole_heads else ()
+    for key in ("attention.value_length", *rotated):
         if own.get(key, head_size) != head_size:
             raise UnsupportedModelError(
                 f"GGUF metadata {architecture}.{key} = {own[key]} differs from the head size "
@@ -179,7 +191,7 @@ def _head_size(architecture: str, own: Mapping[str, Any], config: Mapping[str, A
     return int(head_size)
 
 
-def _rope_scaling(own: Mapping[str, Any]) -> dict[str, Any] | None:
+def _rope_scaling(own: Own) -> dict[str, Any] | None:
     kind = own.get("rope.scaling.type", "none")
     factor = own.get("rope.scaling.factor", own.get("rope.scale_linear", 1.0))
     if kind == "none" and "rope.scale_linear" in own:
@@ -197,3 +209,36 @@ def _rope_scaling(own: Mapping[str, Any]) -> dict[str, Any] | None:
         own_factor = 0.1 * math.log(factor) + 1.0
         scaling["attention_factor"] = own["rope.scaling.attn_factor"] * own_factor
     return scaling
+
+
+def _rope_factors(
+    architecture: str, own: Own, config: Mapping[str, Any], factors: Mapping[str, list[float]]
+) -> dict[str, Any]:
+    """What tensors say of the rope, as fields.
+
+    Raises:
+        UnsupportedModelError: the metadata say another kind of rope.
+        WeightsError: there are factors for long contexts or short ones, but not for both.
+    """
+    if not factors:
+        return {}
+    kind = (config["rope_scaling"] or {}).get("rope_type")
+    if kind is not None and (kind != "longrope" or _ROPE_FREQS in factors):
+        raise UnsupportedModelError(
+            f"the GGUF file has both {next(iter(factors))} and {architecture}.rope.scaling.type = "
+            f"{kind!r}; use a file with one of them"
+        )
+    if _ROPE_FREQS in factors:
+        return {"gguf.rope_factors": factors[_ROPE_FREQS]}  # no field of a config.json
+    if factors.keys() != {_LONG, _SHORT}:
+        raise WeightsError(
+            f"the GGUF file should have both {_LONG} and {_SHORT}, or none of them; fetch it again"
+        )
+    scaling = {
+        "rope_type": "longrope",
+        "long_factor": factors[_LONG],
+        "short_factor": factors[_SHORT],
+        "attention_factor": own.get("rope.scaling.attn_factor"),
+    }
+    original = _required(own, architecture, "rope.scaling.original_context_length")
+    return {"rope_scaling": scaling, "original_max_position_embeddings": original}

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvloom.errors import WeightsError
-from kvloom.ops.base import PackedFormat, Parameter, Source, StoredRows
-from kvloom.weights.packing import (
-    BLOCK_VALUES,
-    can_move,
-    float_rows,
-    keep_columns,
-    packed_format,
+from kvloom.ops.base import PackedFormat, Parameter, StoredRows
+from kvloom.ops.source import Source
+from kvloom.weights.packing import can_move, packed_bytes, packed_format
+from kvloom.weights.steps import (
+    block_steps,
+    move_rows,
+    only_moves,
+    restore_halves,
+    rows_of_units,
+    take_steps,
 )
 
 Array = npt.NDArray[np.float32]
+AnyArray = npt.NDArray[Any]
 
 _PIECE_ROWS = 1024
 
@@ -51,11 +56,15 @@ class LoadableModel(Protocol):
 
     @property
     def gguf_tensors(self) -> Mapping[str, StoredTensor]:
-        """By Hugging Face name, for every source of the parameters."""
+        """By Hugging Face name, for the sources of parameters without `gguf_sources`."""
 
     @property
     def ignored_tensors(self) -> Mapping[str, str]:
         """Hugging Face names that may be there besides, and the source each is a copy of."""
+
+    @property
+    def unused_tensors(self) -> Sequence[str]:
+        """Beginnings of names of tensors that the checkpoint has for other uses."""
 
 
 class TensorReader(Protocol):
@@ -76,7 +85,7 @@ class TensorReader(Protocol):
         """The name of the format that a tensor is stored in."""
 
     def read_rows(self, name: str) -> StoredRows:
-        """A matrix as it is stored: number formats, and blocks of 32 values."""
+        """Matrices as they are stored: number formats, and blocks of 32 values."""
 
     def release(self, name: str) -> None:
         """The rows of a tensor are not needed any longer."""
@@ -113,40 +122,54 @@ def load_weights(
         WeightsError: a tensor is missing, left over, misshaped, or differs from the one it must be
             a copy of; the message names it.
     """
-    stored_as = _stored_names(model, checkpoint)
-    _check_names(model, checkpoint, stored_as)
-    _check_copies(model, checkpoint, stored_as)
+    sources = _sources_by_stored_name(model, checkpoint)
+    _check_names(model, checkpoint, {one.name for part in sources for one in part})
+    _check_copies(model, checkpoint)
     num_bytes = 0
-    for parameter in model.parameters:
-        if row_packing is not None and len(parameter.shape) == 2:
-            parameter.value = _pack_rows(parameter, checkpoint, stored_as, row_packing)
+    for parameter, parts in zip(model.parameters, sources, strict=True):
+        if row_packing is not None and parameter.is_matrix:
+            parameter.value = _pack_rows(parameter, parts, checkpoint, row_packing)
         else:
-            parts = (_read(checkpoint, s, stored_as[s.name]) for s in parameter.sources)
-            parameter.value = pack(parameter, _stack(parameter, parts))
+            parameter.value = pack(parameter, _read_parameter(parameter, parts, checkpoint))
         num_bytes += parameter.value.nbytes
     return num_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class _SameName:
-    """A tensor of a folder: stored under its Hugging Face name, rows in order."""
+def count_weights_bytes(model: LoadableModel, checkpoint: TensorReader, dtype: str) -> int:
+    """What `load_weights` with rows packed as `dtype` will return, padding left out; reads nothing.
 
-    name: str
-    num_permuted_heads: int = 0
+    Raises:
+        WeightsError: a tensor is missing or left over; the message names it.
+    """
+    sources = _sources_by_stored_name(model, checkpoint)
+    _check_names(model, checkpoint, {one.name for part in sources for one in part})
+    num_bytes = 0
+    for parameter, parts in zip(model.parameters, sources, strict=True):
+        packed = _packed_format(parts, checkpoint, dtype) if parameter.is_matrix else "F32"
+        num_bytes += packed_bytes(packed, math.prod(parameter.shape))
+    return num_bytes
 
 
-def _stored_names(model: LoadableModel, checkpoint: TensorReader) -> dict[str, StoredTensor]:
-    names = {source.name for parameter in model.parameters for source in parameter.sources}
+def _sources_by_stored_name(
+    model: LoadableModel, checkpoint: TensorReader
+) -> list[tuple[Source, ...]]:
+    """Each parameter's sources by the checkpoint's own names."""
     if checkpoint.metadata is None:
-        return {name: _SameName(name) for name in names}
-    gguf_tensors = model.gguf_tensors  # made anew at every access
-    return {name: gguf_tensors[name] for name in names}
+        return [parameter.sources for parameter in model.parameters]
+    names = model.gguf_tensors  # made anew at every access
+    return [
+        parameter.gguf_sources or tuple(_gguf_source(s, names[s.name]) for s in parameter.sources)
+        for parameter in model.parameters
+    ]
 
 
-def _check_names(
-    model: LoadableModel, checkpoint: TensorReader, stored_as: Mapping[str, StoredTensor]
-) -> None:
-    wanted = {stored.name for stored in stored_as.values()}
+def _gguf_source(source: Source, stored: StoredTensor) -> Source:
+    num_heads = stored.num_permuted_heads
+    restored = restore_halves(source.shape, num_heads) if num_heads else ()
+    return Source(stored.name, source.shape, restored + source.steps)
+
+
+def _check_names(model: LoadableModel, checkpoint: TensorReader, wanted: Set[str]) -> None:
     if missing := sorted(wanted - checkpoint.tensor_names):
         raise WeightsError(
             f"the checkpoint has no tensor {missing[0]}{_and_more(missing)}; "
@@ -155,7 +178,8 @@ def _check_names(
     left_over = sorted(
         name
         for name in checkpoint.tensor_names - wanted - model.ignored_tensors.keys()
-        if not any(pattern.fullmatch(name) for pattern in _HARMLESS)
+        if not name.startswith(tuple(model.unused_tensors))
+        and not any(pattern.fullmatch(name) for pattern in _HARMLESS)
     )
     if left_over:
         raise WeightsError(
@@ -164,13 +188,11 @@ def _check_names(
         )
 
 
-def _check_copies(
-    model: LoadableModel, checkpoint: TensorReader, stored_as: Mapping[str, StoredTensor]
-) -> None:
+def _check_copies(model: LoadableModel, checkpoint: TensorReader) -> None:
     for name, source in model.ignored_tensors.items():
-        if name not in checkpoint.tensor_names:
+        if name not in checkpoint.tensor_names:  # in no GGUF file: the names are Hugging Face's
             continue
-        if not _is_copy(checkpoint, name, stored_as[source].name):
+        if not _is_copy(checkpoint, name, source):
             raise WeightsError(
                 f"tensor {name} differs from {source}, but the configuration says that they are "
                 "the same (tie_word_embeddings); set it to false if the checkpoint has its own head"
@@ -197,46 +219,52 @@ def _and_more(names: Sequence[str]) -> str:
 
 def _pack_rows(
     parameter: Parameter,
+    sources: Sequence[Source],
     checkpoint: TensorReader,
-    stored_as: Mapping[str, StoredTensor],
     row_packing: RowPacking,
 ) -> Any:
-    formats = [checkpoint.stored_format(stored_as[s.name].name) for s in parameter.sources]
-    packed = packed_format(
-        formats,
-        row_packing.dtype,
-        has_whole_blocks=all(map(_has_whole_blocks, parameter.sources)),
-    )
+    packed = _packed_format(sources, checkpoint, row_packing.dtype)
 
     def parts() -> Iterator[StoredRows]:
-        for source, stored_format in zip(parameter.sources, formats, strict=True):
-            stored = stored_as[source.name]
-            if can_move(stored_format, packed):
-                yield _read_rows(checkpoint, source, stored)
-                checkpoint.release(stored.name)
+        placement = _Placement(parameter)
+        for source in sources:
+            stored = checkpoint.stored_format(source.name)
+            if can_move(stored, packed) and only_moves(source):
+                units = _read_units(checkpoint, source)
             else:
-                yield float_rows(_read(checkpoint, source, stored))
+                stored, units = "F32", _read(checkpoint, source)
+            for first_row, rows in placement.place(units):
+                yield rows_of_units(rows, stored, first_row)
+            checkpoint.release(source.name)
 
     return row_packing.pack_rows(parameter, packed, parts())
 
 
-def _has_whole_blocks(source: Source) -> bool:
-    kept = source.slice
-    return kept is None or kept.axis == 0 or not (kept.start | kept.stop) % BLOCK_VALUES
+def _packed_format(sources: Sequence[Source], checkpoint: TensorReader, dtype: str) -> PackedFormat:
+    return packed_format(
+        [checkpoint.stored_format(source.name) for source in sources],
+        dtype,
+        has_whole_blocks=all(block_steps(source) is not None for source in sources),
+    )
 
 
-def _read_rows(checkpoint: TensorReader, source: Source, stored: StoredTensor) -> StoredRows:
-    """What this rank keeps of a source as it is stored, rows in Hugging Face's order."""
-    rows = checkpoint.read_rows(stored.name)
-    _check_shape(stored.name, (len(rows.data), rows.num_inputs), source.shape)
-    if stored.num_permuted_heads:
-        rows = replace(rows, data=_restore_halves(rows.data, stored.num_permuted_heads))
-    if source.slice is None:
-        return rows
-    start, stop = source.slice.start, source.slice.stop
-    if source.slice.axis == 1:
-        return keep_columns(rows, start, stop)
-    return replace(rows, data=rows.data[start:stop])
+class _Placement:
+    """Where the arrays of a parameter's sources go, in the parameter's flattened leading axes."""
+
+    def __init__(self, parameter: Parameter) -> None:
+        self._shape = parameter.shape
+        self._is_stacked = parameter.is_stacked
+        self._num_filled = 0  # of every matrix by stacks, of all of them by others
+
+    def place(self, array: AnyArray) -> Iterator[tuple[int, AnyArray]]:
+        """First row (or value) and rows (or values) of each run that the next array fills."""
+        if self._is_stacked and array.ndim == len(self._shape):
+            for index, item in enumerate(array):
+                yield index * self._shape[1] + self._num_filled, item
+            self._num_filled += array.shape[1]
+        else:
+            yield self._num_filled, array
+            self._num_filled += len(array)
 
 
 def _check_shape(name: str, shape: tuple[int, ...], wanted: tuple[int, ...]) -> None:
@@ -247,31 +275,32 @@ def _check_shape(name: str, shape: tuple[int, ...], wanted: tuple[int, ...]) -> 
         )
 
 
-def _read(checkpoint: TensorReader, source: Source, stored: StoredTensor) -> Array:
-    """What this rank keeps of a source, rows in Hugging Face's order."""
-    array = checkpoint.read(stored.name)
-    _check_shape(stored.name, array.shape, source.shape)
-    if stored.num_permuted_heads:
-        array = _restore_halves(array, stored.num_permuted_heads)
-    if source.slice is None:
-        return array
-    kept = slice(source.slice.start, source.slice.stop)
-    # A copy: a view would keep what the other ranks have in memory.
-    return (array[kept] if source.slice.axis == 0 else array[:, kept]).copy()
+def _read_units(checkpoint: TensorReader, source: Source) -> AnyArray:
+    """A source as it is stored, after its steps: [..., num_units]."""
+    rows = checkpoint.read_rows(source.name)
+    _check_shape(source.name, (*rows.data.shape[:-1], rows.num_inputs), source.shape)
+    return move_rows(rows, source)
 
 
-def _restore_halves(array: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:
-    """Undo interleaving: per head, rows a0 b0 a1 b1 ... become a0 a1 ... b0 b1 ..."""
-    pairs = array.reshape(num_heads, -1, 2, *array.shape[1:])
-    return pairs.swapaxes(1, 2).reshape(array.shape)
+def _read(checkpoint: TensorReader, source: Source) -> AnyArray:
+    """A source in float32, after its steps."""
+    array = checkpoint.read(source.name)
+    _check_shape(source.name, array.shape, source.shape)
+    return take_steps(array, source.steps)
 
 
-def _stack(parameter: Parameter, parts: Iterable[Array]) -> Array:
-    if len(parameter.sources) == 1:
-        return next(iter(parts))
-    stacked = np.empty(parameter.shape, np.float32)
-    first = 0
-    for part in parts:
-        stacked[first : first + len(part)] = part
-        first += len(part)
-    return stacked
+def _read_parameter(
+    parameter: Parameter, sources: Sequence[Source], checkpoint: TensorReader
+) -> Array:
+    """All of a parameter in float32."""
+    arrays = (_read(checkpoint, source) for source in sources)
+    if len(sources) == 1 and (array := next(arrays)).shape == parameter.shape:
+        # A copy of a part: a view would keep what the other ranks have in memory.
+        return array.copy() if sources[0].steps else array
+    values = np.empty(parameter.shape, np.float32)
+    flat = values.reshape(-1, *parameter.shape[1 + parameter.is_stacked :])
+    placement = _Placement(parameter)
+    for array in arrays:
+        for first, part in placement.place(array):
+            flat[first : first + len(part)] = part
+    return values

@@ -38,6 +38,8 @@ _TAKES: dict[PackedFormat, frozenset[str]] = {
     "Q8": frozenset({"Q8_0"}),
     "Q4": frozenset({"Q4_0", "Q4_1"}),
 }
+# The stored format that takes as many bytes as a packed one: Q4 has a minimum per block, like Q4_1.
+_AS_LARGE_AS: dict[PackedFormat, str] = {"F32": "F32", "BF16": "BF16", "Q8": "Q8_0", "Q4": "Q4_1"}
 
 
 def packed_format(stored: Iterable[str], dtype: str, *, has_whole_blocks: bool) -> PackedFormat:
@@ -56,38 +58,35 @@ def packed_format(stored: Iterable[str], dtype: str, *, has_whole_blocks: bool) 
     return "F32" if "F32" in formats else "BF16"
 
 
+def packed_bytes(packed: PackedFormat, num_values: int) -> int:
+    """Bytes of so many values of a matrix, before its sides are padded to multiples of 32."""
+    num_unit_values, unit_bytes = unit_size(_AS_LARGE_AS[packed])
+    return num_values // num_unit_values * unit_bytes
+
+
 def can_move(stored: str, packed: PackedFormat) -> bool:
     """Whether rows can be packed as they are stored; others are dequantised first."""
     return stored in _TAKES[packed]
 
 
+def unit_size(stored: str) -> tuple[int, int]:
+    """Values and bytes of the smallest unit of a format that rows can be cut into."""
+    if stored in _BLOCK_BYTES:
+        return BLOCK_VALUES, _BLOCK_BYTES[stored]
+    return 1, _VALUE_BYTES[stored]
+
+
 def stored_rows(
     name: str, stored: str, shape: tuple[int, ...], raw: npt.NDArray[np.uint8]
 ) -> StoredRows:
-    """A matrix's bytes as rows.
+    """The bytes of a matrix, or of a stack of them, as rows [..., row_bytes].
 
     Raises:
-        WeightsError: the tensor `name` is no matrix.
+        WeightsError: the tensor `name` is a vector or a single value.
     """
-    if len(shape) != 2:
+    if len(shape) < 2:
         raise WeightsError(
             f"tensor {name} has shape {list(shape)}, the model needs a matrix; check that the "
             "configuration belongs to the checkpoint"
         )
-    return StoredRows(stored, shape[1], raw.reshape(shape[0], -1))
-
-
-def float_rows(array: npt.NDArray[np.float32]) -> StoredRows:
-    """A float32 matrix as rows."""
-    values = np.ascontiguousarray(array, np.float32)
-    return StoredRows("F32", array.shape[1], values.view(np.uint8).reshape(len(array), -1))
-
-
-def keep_columns(rows: StoredRows, start: int, stop: int) -> StoredRows:
-    """Columns [start, stop) of rows; of whole blocks if the rows are made of blocks."""
-    if rows.format in _BLOCK_BYTES:
-        scale, unit = _BLOCK_BYTES[rows.format], BLOCK_VALUES
-    else:
-        scale, unit = _VALUE_BYTES[rows.format], 1
-    first, end = start // unit * scale, stop // unit * scale
-    return StoredRows(rows.format, stop - start, np.ascontiguousarray(rows.data[:, first:end]))
+    return StoredRows(stored, shape[-1], raw.reshape(*shape[:-1], -1))
