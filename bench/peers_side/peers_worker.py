@@ -102,7 +102,8 @@ class Openvino:
         """From `GenerationResult`s."""
         texts = [one.m_generation_ids[0] for one in result]
         num_prompt = sum(one.perf_metrics.get_num_input_tokens() for one in result)
-        return texts, num_prompt, sum(one.perf_metrics.get_num_generated_tokens() for one in result)
+        # Every result of a batch counts the tokens that the whole batch generated.
+        return texts, num_prompt, result[0].perf_metrics.get_num_generated_tokens()
 
 
 class Llama:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvloom import LLM, SamplingParams
+from kvloom.ops.isa import built_isas
 
 GOLDEN = json.loads(
     (Path(__file__).parent.parent / "golden" / "smollm2_greedy.json").read_text(encoding="utf-8")
@@ -21,16 +22,23 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=GOLDEN["num_new_tokens"], ig
 LARGEST = max(len(case["prompt_token_ids"]) for case in CASES) + GOLDEN["num_new_tokens"]
 
 FACTORS: dict[str, tuple[Any, ...]] = {
+    "backend": ("reference", "native"),
     "block_size": (1, 16, 128),
     "token_budget": (16, 64, 2048),
     "has_prefix_cache": (True, False),
     "has_batch_mates": (True, False),
     "is_pool_tight": (True, False),
 }
+# The native backend computes in float32 here, and must then write what the reference writes.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "reference": {},
+    "native": {"dtype": "float32", "num_threads": 1},
+}
 
 
 @dataclass(frozen=True)
 class Setup:
+    backend: str
     block_size: int
     token_budget: int
     has_prefix_cache: bool
@@ -38,32 +46,52 @@ class Setup:
     is_pool_tight: bool
 
     @property
+    def is_possible(self) -> bool:
+        return self.backend == "reference" or self.block_size % 16 == 0
+
+    @property
     def num_blocks(self) -> int:
         """Room for the largest request and little else, or for all of them; and block 0."""
         num_tokens = LARGEST + 16 if self.is_pool_tight else len(CASES) * LARGEST
         return 1 + -(-num_tokens // self.block_size)
 
+    @property
+    def has_preemptions(self) -> bool:
+        return self.is_pool_tight and self.has_batch_mates
 
-FULL_CROSS = [Setup(*values) for values in itertools.product(*FACTORS.values())]
+
+FULL_CROSS = [
+    s for s in itertools.starmap(Setup, itertools.product(*FACTORS.values())) if s.is_possible
+]
+
+Pair = tuple[tuple[str, Any], tuple[str, Any]]
 
 
-def value_pairs(setup: Setup) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
-    """Every pair of factor values that the setup brings together."""
-    values = [(name, getattr(setup, name)) for name in FACTORS]
+def value_pairs(setup: Setup) -> set[Pair]:
+    """Every pair of values that the setup brings together; preemptions count as a value, too."""
+    values = [(name, getattr(setup, name)) for name in (*FACTORS, "has_preemptions")]
     return set(itertools.combinations(values, 2))
 
 
-# Any two values of two factors meet in one of these; chosen to take few steps in all.
+def make_setup(backend: str, block_size: int, token_budget: int, *names: str) -> Setup:
+    return Setup(
+        backend, block_size, token_budget, *(n in names for n in ("prefix", "mates", "tight"))
+    )
+
+
+# Any two values of two factors meet in one of these, chosen to take little time in all: requests
+# without batch mates take a step per token each.
 COVER = [
-    Setup(1, 16, has_prefix_cache=False, has_batch_mates=True, is_pool_tight=False),
-    Setup(1, 64, has_prefix_cache=False, has_batch_mates=False, is_pool_tight=True),
-    Setup(1, 2048, has_prefix_cache=True, has_batch_mates=False, is_pool_tight=False),
-    Setup(16, 16, has_prefix_cache=True, has_batch_mates=False, is_pool_tight=False),
-    Setup(16, 64, has_prefix_cache=False, has_batch_mates=False, is_pool_tight=False),
-    Setup(16, 2048, has_prefix_cache=True, has_batch_mates=True, is_pool_tight=True),
-    Setup(128, 16, has_prefix_cache=False, has_batch_mates=False, is_pool_tight=True),
-    Setup(128, 64, has_prefix_cache=True, has_batch_mates=True, is_pool_tight=True),
-    Setup(128, 2048, has_prefix_cache=False, has_batch_mates=False, is_pool_tight=False),
+    make_setup("reference", 1, 16),
+    make_setup("reference", 1, 64, "prefix", "mates"),
+    make_setup("reference", 1, 2048, "mates", "tight"),
+    make_setup("reference", 16, 2048, "mates"),
+    make_setup("reference", 128, 2048, "prefix", "mates"),
+    make_setup("native", 16, 16, "prefix", "mates"),
+    make_setup("native", 16, 64, "prefix", "mates", "tight"),
+    make_setup("native", 16, 2048, "prefix", "tight"),
+    make_setup("native", 128, 16, "prefix", "mates", "tight"),
+    make_setup("native", 128, 64, "tight"),
 ]
 
 
@@ -81,10 +109,13 @@ def generate(llm: LLM, setup: Setup, cases: list[dict[str, Any]]) -> Iterator[li
             yield output.outputs[0].token_ids
 
 
-def check_setup(setup: Setup, model: Path, cases: list[dict[str, Any]]) -> None:
+def check_setup(setup: Setup, model: Path) -> None:
+    if setup.backend == "native" and not built_isas():
+        pytest.skip("the native library is not built")
     llm = LLM(
         model=str(model),
-        backend="reference",
+        backend=setup.backend,
+        **OPTIONS[setup.backend],
         block_size=setup.block_size,
         max_num_batched_tokens=setup.token_budget,
         has_prefix_cache=setup.has_prefix_cache,
@@ -92,11 +123,10 @@ def check_setup(setup: Setup, model: Path, cases: list[dict[str, Any]]) -> None:
         max_model_len=LARGEST,
     )
     # The longest first: it holds most of a tight pool while shorter ones enter beside it and grow.
-    cases = cases[::-1]
+    cases = CASES[::-1]
     for case, token_ids in zip(cases, generate(llm, setup, cases), strict=True):
         assert token_ids == case["token_ids"], f"{len(case['prompt_token_ids'])} prompt tokens"
-    is_pressed = setup.is_pool_tight and setup.has_batch_mates
-    assert (llm.stats.scheduler.num_preemptions > 0) == is_pressed
+    assert (llm.stats.scheduler.num_preemptions > 0) == setup.has_preemptions
     # The longest again: now a prefix of it is in the cache.
     again = cases[:1]
     for case, token_ids in zip(again, generate(llm, setup, again), strict=True):
@@ -111,16 +141,14 @@ def check_setup(setup: Setup, model: Path, cases: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("setup", COVER, ids=str)
-def test_greedy_text_pairwise(setup: Setup, smollm2: Path, scale: int) -> None:
-    # One request at a time is slow: a short run gives every such setup another fifth of them.
-    is_part = scale == 1 and not setup.has_batch_mates
-    check_setup(setup, smollm2, CASES[COVER.index(setup) % 5 :: 5] if is_part else CASES)
+def test_greedy_text_pairwise(setup: Setup, smollm2: Path) -> None:
+    check_setup(setup, smollm2)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("setup", [s for s in FULL_CROSS if s not in COVER], ids=str)
 def test_greedy_text_full_cross(setup: Setup, smollm2: Path) -> None:
-    check_setup(setup, smollm2, CASES)
+    check_setup(setup, smollm2)
 
 
 def test_chat_answers_as_transformers(smollm2: Path) -> None:

@@ -27,6 +27,12 @@ GREEDY = {"temperature": 0.0, "max_tokens": GOLDEN["num_new_tokens"], "ignore_eo
 LARGEST = max(map(len, PROMPTS)) + GOLDEN["num_new_tokens"]
 
 
+BFLOAT16 = json.loads(
+    (Path(__file__).parent.parent / "golden" / "smollm2_bfloat16.json").read_text(encoding="utf-8")
+)
+NEAR_TIE = 0.1  # logits: the best token's lead over the second
+
+
 def make_llm(model: Path, **options: Any) -> LLM:
     return LLM(
         model=str(model),
@@ -56,6 +62,22 @@ def test_float32_text_is_transformers(options: dict[str, Any], smollm2: Path) ->
         assert token_ids == case["token_ids"], f"{len(case['prompt_token_ids'])} prompt tokens"
     llm._core.manager.check()
     llm.shutdown()
+
+
+def test_bfloat16_leaves_the_exact_text_at_near_ties_alone(smollm2: Path) -> None:
+    cases = BFLOAT16["cases"]
+    params = SamplingParams(temperature=0.0, max_tokens=len(cases[0]["token_ids"]), ignore_eos=True)
+    llm = make_llm(smollm2, dtype="bfloat16")
+    outputs = llm.generate([case["prompt_token_ids"] for case in cases], params)
+    llm.shutdown()
+    num_equal = 0
+    for case, output in zip(cases, outputs, strict=True):
+        pairs = zip(output.outputs[0].token_ids, case["token_ids"], strict=True)
+        parted = next((i for i, (ours, exact) in enumerate(pairs) if ours != exact), None)
+        num_equal += parted is None
+        assert parted is None or case["leads"][parted] < NEAR_TIE, f"parted at {parted}"
+    assert len(cases) == 20
+    assert num_equal >= 18
 
 
 PART = CASES[::3]  # every third prompt, from 1 token to 600

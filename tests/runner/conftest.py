@@ -57,9 +57,10 @@ class FakeBackend:
     def allocate_kv(self, size_bytes):
         return {"size_bytes": size_bytes}
 
-    def view_kv(self, raw, spec, num_blocks):
+    def view_kv(self, raw, spec, num_blocks, offset_bytes=0):
         view = np.full((num_blocks, spec.block_size, 2), -1, np.int64)
         raw.setdefault("views", []).append(view)
+        raw.setdefault("offsets", []).append(offset_bytes)
         return view
 
     def copy_blocks(self, storage, copies):

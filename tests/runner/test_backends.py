@@ -9,17 +9,9 @@ from kvloom.dtypes import DType
 from kvloom.errors import ConfigError
 from kvloom.models.parallel import TensorParallelRank
 from kvloom.runner.backends import choose_backend, resolve_native_dtypes
-from tiny_models import CASES
-
-
-@pytest.mark.parametrize(("max_model_len", "window"), [("auto", 16), (17, 16), (16, None)])
-def test_a_window_that_no_request_outgrows_is_none(fakes, max_model_len, window):
-    """A query sees 16 keys, and a request of 16 tokens has no more."""
-    checkpoint = fakes.checkpoint(CASES["mistral_gqa"] | {"sliding_window": 16})
-    config = EngineConfig.from_options({"max_model_len": max_model_len, "backend": "reference"})
-    model = choose_backend(config, checkpoint, TensorParallelRank(0, 1)).model
-    assert {layer.sliding_window_size for layer in model.get_kv_spec().layers} == {window}
-    assert model.max_model_len == 64
+from kvloom.weights.checkpoint import open_checkpoint
+from tiny_folder import make_tiny_folder
+from tiny_variants import VARIANT_CASES
 
 
 @pytest.mark.parametrize(
@@ -41,3 +33,15 @@ def test_native_formats(dtype, stored, expected):
 def test_a_dtype_that_the_native_backend_has_not_is_refused():
     with pytest.raises(ConfigError, match="float32 or bfloat16, not float16"):
         resolve_native_dtypes(EngineConfig.from_options({"dtype": "float16"}), {"F32"})
+
+
+@pytest.mark.parametrize(("asked", "kind"), [("auto", "long"), (17, "long"), (16, "short")])
+def test_the_longest_request_asked_for_decides_the_rope(tmp_path, asked, kind):
+    """A model for 64 tokens that was trained on 16, and rotates otherwise beyond them."""
+    folder = make_tiny_folder(tmp_path, **VARIANT_CASES["phi3_long"])
+    config = EngineConfig.from_options({"backend": "reference", "max_model_len": asked})
+    choice = choose_backend(config, open_checkpoint(folder), TensorParallelRank())
+    factors = VARIANT_CASES["phi3_long"]["rope_scaling"][f"{kind}_factor"]
+    plain = [100.0 ** (-2 * i / 8) for i in range(4)]
+    frequencies = choice.model.layers[0].attention.rope.inv_freq
+    assert frequencies == pytest.approx([f / d for f, d in zip(plain, factors, strict=True)])

@@ -20,6 +20,16 @@ def run(batch, output):
     return batch.prepare(output.num_scheduled_tokens)
 
 
+@pytest.mark.parametrize("block_sizes", [[4], [4, 4, 4], [4, 8, 12]])
+def test_block_tables_take_no_more_than_is_counted(fakes, block_sizes):
+    batch = make_batch(fakes, 7, 300, block_sizes)
+    limits = fakes.limits(max_num_seqs=7, max_model_len=300, block_size=4)
+    num_bytes = sum(table.nbytes for table in batch.block_tables)
+    assert num_bytes <= limits.batch_bytes(len(block_sizes))
+    if set(block_sizes) == {4}:
+        assert num_bytes == limits.batch_bytes(len(block_sizes))
+
+
 def test_slots_of_a_block_table(fakes):
     batch = make_batch(fakes, 1, 256, [64])
     prompt = list(range(200, 330))

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from kvloom.config import SchedulerConfig
-from kvloom.errors import ConfigError
 from kvloom.kv.manager import KVCacheManager
-from kvloom.kv.spec import KVLimits, SharedKVSpec
+from kvloom.kv.spec import KVCacheTensor, KVLimits, SharedKVSpec
 from kvloom.request import Request, RequestStatus
 from kvloom.sched.scheduler import Scheduler
+from kvloom.step import TokenMask
 
 
 def run(runner, output):
@@ -111,11 +112,14 @@ def test_nan_logits_end_one_request_and_leave_its_mates_alone(fakes):
     assert result.sampled_token_ids == {"good": fakes.continue_text([1, 2], 1)}
 
 
-def test_a_grammar_is_refused(fakes):
+def test_a_mask_leaves_only_its_tokens_to_those_who_obey_it(fakes):
     runner = fakes.runner(fakes.kv_config([(4, ["a"])]))
-    handle = runner.execute_model(fakes.step())
-    with pytest.raises(ConfigError, match="structured output"):
-        runner.sample_tokens(handle, grammar=object())
+    new = [fakes.new_request("free", [1, 2], ([1],)), fakes.new_request("bound", [1, 2], ([2],))]
+    handle = runner.execute_model(fakes.step(new, scheduled={"free": 2, "bound": 2}))
+    bits = np.zeros((2, 4), np.uint32)  # 101 tokens
+    bits[1, 70 // 32] = 1 << 70 % 32
+    result = runner.sample_tokens(handle, TokenMask({"bound": 1}, bits))
+    assert result.sampled_token_ids == {"free": fakes.continue_text([1, 2], 1), "bound": [70]}
 
 
 # --- log-probabilities ------------------------------------------------------------------------
@@ -207,6 +211,25 @@ def test_groups_may_overlay_one_tensor(fakes):
     a, b = model.attention_layers
     assert [id(view) for view in raw["views"]] == [id(a.storage), id(b.storage)]
     assert raw["size_bytes"] == config.kv_cache_tensors[0].size
+    assert raw["offsets"] == [0, 0]
+
+
+def test_layers_of_a_group_lie_one_after_another_in_each_block(fakes):
+    """A float32 page of 1 head of 8 + 8 values has 64 bytes per token. Layer d reads what c has."""
+    model = fakes.model(layers=("a", "b", "c", "d", "e"), shared={"d": "c"})
+    config = fakes.kv_config([(4, ["a", "c", "d", "e"]), (8, ["b"])])
+    config = replace(config, kv_cache_tensors=[KVCacheTensor(40 * 3 * 256, list("abcde"))])
+    backend = fakes.backend()
+    allocated = []
+    allocate = backend.allocate_kv
+    backend.allocate_kv = lambda size: allocated.append(allocate(size)) or allocated[-1]
+    fakes.runner(config, model, backend)
+    [raw] = allocated
+    a, b, c, d, e = model.attention_layers
+    assert [id(view) for view in raw["views"]] == [id(x.storage) for x in (a, b, c, e)]
+    assert raw["offsets"] == [0, 0, 256, 512]
+    assert d.storage is c.storage
+    assert [layer.group for layer in (a, b, c, d, e)] == [0, 1, 0, 0, 0]
 
 
 def test_copies_happen_before_the_forward_pass_on_every_tensor(fakes):

@@ -6,19 +6,27 @@ import tracemalloc
 
 import pytest
 
+from kvloom.config import SchedulerConfig
 from kvloom.dtypes import DType
+from kvloom.kv.manager import KVCacheManager
+from kvloom.kv.planner import PlanRequest, get_kv_cache_configs
+from kvloom.kv.spec import KVLimits
 from kvloom.models.base import ModelDTypes
 from kvloom.models.parallel import TensorParallelRank
 from kvloom.models.registry import build_model
 from kvloom.ops.base import Ops
 from kvloom.ops.reference import ReferenceBackend
+from kvloom.request import Request
 from kvloom.runner import profile
+from kvloom.runner.model_runner import ModelRunner
 from kvloom.runner.profile import (
     LoneRank,
     count_least_activation_bytes,
     measure_peak_activation_bytes,
 )
+from kvloom.sched.scheduler import Scheduler
 from kvloom.weights.loader import load_weights
+from tiny_mixtures import MIXTURE_CASES
 
 
 def build_loaded(fakes, rank, **changes):
@@ -47,8 +55,8 @@ class RunEverything:
 
 # Which operation holds the peak: the MLP of many tokens, the logits, the longest context.
 SIZES = [
-    {"max_num_batched_tokens": 512, "max_num_seqs": 2, "max_model_len": 64},
-    {"max_num_batched_tokens": 8, "max_num_seqs": 300, "max_model_len": 16},
+    {"max_num_batched_tokens": 2048, "max_num_seqs": 2, "max_model_len": 64},
+    {"max_num_batched_tokens": 300, "max_num_seqs": 300, "max_model_len": 16},
     {"max_num_batched_tokens": 300, "max_num_seqs": 1, "max_model_len": 20_000},
 ]
 
@@ -62,7 +70,24 @@ def test_the_rehearsed_peak_is_that_of_a_full_run(fakes, monkeypatch, sizes, wor
     rehearsed = measure_peak_activation_bytes(*arguments)
     monkeypatch.setattr(profile, "_Rehearsal", RunEverything)
     full = measure_peak_activation_bytes(*arguments)
-    assert rehearsed == pytest.approx(full, rel=0.02, abs=20_000)
+    # A rehearsed operation's arguments live until it returns, even if it is done with them.
+    assert rehearsed == pytest.approx(full, rel=0.04, abs=20_000)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("case", ["llama4", "deepseek_v3"])
+def test_layers_with_experts_are_rehearsed(fakes, monkeypatch, case, sizes):
+    """Their operations take stacks of weights and lists of values.
+
+    All tokens of the rehearsal choose the same experts, which takes the most memory; further
+    layers of the full run have them spread.
+    """
+    model = build_loaded(fakes, TensorParallelRank(), **MIXTURE_CASES[case])
+    arguments = (model, ReferenceBackend(), LoneRank(0, 1), fakes.limits(**sizes))
+    rehearsed = measure_peak_activation_bytes(*arguments)
+    monkeypatch.setattr(profile, "_Rehearsal", RunEverything)
+    full = measure_peak_activation_bytes(*arguments)
+    assert full - 20_000 < rehearsed < 1.5 * full
 
 
 @pytest.mark.parametrize("sizes", SIZES)
@@ -122,3 +147,34 @@ def test_a_tracer_that_runs_already_keeps_running(fakes):
         assert tracemalloc.is_tracing()
     finally:
         tracemalloc.stop()
+
+
+def test_the_peak_covers_a_step_that_scores_a_prompt(fakes):
+    """The scheduler cuts its chunk, so that its rows of logits are among those measured."""
+    vocab_size, num_tokens = 5000, 2048
+    model = build_loaded(fakes, TensorParallelRank(), vocab_size=vocab_size)
+    limits = fakes.limits(max_num_batched_tokens=num_tokens, max_num_seqs=3, max_model_len=2100)
+    runner = ModelRunner(model, ReferenceBackend(), LoneRank(0, 1), limits)
+    counted_bytes = runner.profile_run()
+    assert counted_bytes < num_tokens * vocab_size * 4  # it is no row of logits for every token
+
+    request = PlanRequest(2100, 2100, num_tokens, num_blocks=2000)
+    [config] = get_kv_cache_configs(request, [runner.get_kv_cache_spec()], [1 << 30])
+    runner.initialize_kv_cache(config)
+    manager = KVCacheManager(config, KVLimits(2100, num_tokens), has_prefix_cache=True)
+    scheduler = Scheduler(SchedulerConfig(3, num_tokens), manager, 2100)
+    params = fakes.params(max_tokens=1, prompt_logprobs=0, ignore_eos=True)
+    for name in "abc":
+        prompt = [len(name) + i % 60 for i in range(num_tokens)]
+        scheduler.add_request(Request(name, prompt, params))
+    peaks, num_scores = [], 0
+    while scheduler.has_unfinished_requests():
+        output = scheduler.schedule()
+        tracemalloc.start()
+        result = runner.sample_tokens(runner.execute_model(output))
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        num_scores += sum(map(len, result.prompt_logprobs.values()))
+        scheduler.update(output, result)
+    assert num_scores == 3 * (num_tokens - 1)
+    assert max(peaks) <= counted_bytes

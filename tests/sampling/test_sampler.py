@@ -1,4 +1,6 @@
+import itertools
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -24,6 +26,16 @@ def test_greedy_takes_the_lowest_id_of_the_best():
     assert result.token_ids == [1, 0]
     assert result.logprobs == [None, None]
     assert result.errors == {}
+
+
+def test_a_grammar_leaves_only_the_tokens_of_its_bits():
+    bits = np.array([[0b1001, 0], [0, 0b10]], np.uint32)  # tokens 0 and 3; token 33
+    logits = np.arange(40, dtype=np.float32) * np.ones((4, 1), np.float32)
+    rows = [row(temperature=0.0)] * 3 + [row(temperature=5.0)]
+    result = Sampler(40).sample(logits, rows, bits, [0, -1, 1, 1])
+    assert result.token_ids == [3, 39, 33, 33]
+    empty = Sampler(40).sample(logits[:1], rows[:1], np.zeros((1, 2), np.uint32), [0])
+    assert "leave no token" in empty.errors[0]
 
 
 def test_greedy_applies_penalties_and_masks():
@@ -193,3 +205,27 @@ def test_the_ends_of_the_draw_fall_on_tokens_with_weight(monkeypatch, point):
     monkeypatch.setattr("kvloom.sampling.sampler.draw_uniform", lambda seed, index: point)
     logits = [[-math.inf, 0.0, -1000.0, 1.0, -math.inf, -1000.0]]
     assert sample(logits, [row()]).token_ids == [1 if point == 0.0 else 3]
+
+
+def test_scratch_covers_every_way_of_sampling():
+    """Whoever plans memory counts it before it is known what requests will ask for."""
+    vocab_size = 20_000
+    sampler = Sampler(vocab_size)
+    peaks = []
+    ways = {
+        "temperature": (0.0, 1.0),
+        "top_k": (0, vocab_size - 1),
+        "min_p": (0.0, 1e-9),
+        "top_p": (1.0, 0.999_999),
+        "logprobs": (None, 20),
+        "presence_penalty": (0.0, 0.5),
+    }
+    for values in itertools.product(*ways.values()):
+        given = dict(zip(ways, values, strict=True))
+        sampled = row(prompt=range(500), output=range(500), repetition_penalty=1.5, **given)
+        logits = np.zeros((1, vocab_size), np.float32)  # equal ones: none is ever left out
+        tracemalloc.start()
+        assert sampler.sample(logits, [sampled]).errors == {}
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert 0.5 * sampler.scratch_bytes < max(peaks) <= sampler.scratch_bytes

@@ -15,7 +15,7 @@ from kvloom.kv.planner import make_kv_cache_spec
 from kvloom.models.base import Model, ModelDTypes
 from kvloom.models.parallel import TensorParallelRank
 from kvloom.models.registry import build_model
-from kvloom.ops.base import Backend
+from kvloom.ops.backend import Backend
 from kvloom.ops.native import NativeBackend, find_problem
 from kvloom.ops.reference import ReferenceBackend
 from kvloom.runner.model_runner import TokenSampler
@@ -74,8 +74,7 @@ def _choose_reference(
             "leave dtype out, or set kv_cache_dtype to store less"
         )
     dtypes = ModelDTypes(DType.FLOAT32, _kv_dtype(config, DType.FLOAT32))
-    longest_request = config.model.max_model_len
-    model = build_model(checkpoint.config, rank, dtypes, longest_request)
+    model = build_model(checkpoint.config, rank, dtypes, config.model.max_model_len)
     logger.info("backend reference: computed in float32, KV %s", dtypes.kv.value)
     return BackendChoice(ReferenceBackend(), model)
 
@@ -93,8 +92,7 @@ def _choose_native(
         if (problem := find_problem(make_kv_cache_spec(layer, block_size))) is not None:
             raise ConfigError(f"the native backend {problem}; use backend reference")
     sampler = NativeSampler(backend.library, backend.team, model.vocab_size)
-    is_exact = dtypes.weights is DType.FLOAT32
-    weights_dtype = DType.FLOAT32.value if is_exact else config.model.dtype.removeprefix("torch.")
+    weights_dtype = resolve_packed_dtype(config, dtypes)
     logger.info(
         "backend native: weights %s, computed in %s, KV %s, %d threads",
         "as stored" if weights_dtype == AUTO else weights_dtype,
@@ -123,6 +121,13 @@ def resolve_native_dtypes(config: EngineConfig, stored_formats: Set[str]) -> Mod
     is_exact = plain == DType.FLOAT32.value or (plain == AUTO and stored_formats == {"F32"})
     weights = DType.FLOAT32 if is_exact else DType.BFLOAT16
     return ModelDTypes(weights, _kv_dtype(config, weights))
+
+
+def resolve_packed_dtype(config: EngineConfig, dtypes: ModelDTypes) -> str:
+    """What the native backend packs matrices as: "auto" keeps the formats of the file."""
+    if dtypes.weights is DType.FLOAT32:
+        return DType.FLOAT32.value
+    return config.model.dtype.removeprefix("torch.")
 
 
 def _kv_dtype(config: EngineConfig, computed: DType) -> DType:

@@ -1,8 +1,9 @@
-"""What a worker knows of its requests, kept in numpy arrays that a step changes only by diffs.
+"""What a worker knows of its requests; a step changes it only by diffs.
 
-A request's state is the truth; a row of the arrays mirrors it. A request that did not run lately
-(preempted, or left out by the token budget) may lose its row and gets one again, filled from its
-state, when it next runs. Rows are never moved: a step gathers the rows it needs, in its own order.
+A request's state is the truth; a row of the block tables mirrors its blocks. A request that did not
+run lately (preempted, or left out by the token budget) may lose its row and gets one again, filled
+from its state, when it next runs. Rows are never moved: a step gathers the rows it needs, in its
+own order.
 """
 
 from __future__ import annotations
@@ -16,9 +17,16 @@ from numpy.typing import NDArray
 
 from kvloom.kv.spec import cdiv
 from kvloom.request import ResolvedSamplingParams
-from kvloom.step import CachedRequestData, NewRequestData, SchedulerOutput
+from kvloom.step import (
+    MAX_EXTRA_LOGITS_ROWS,
+    CachedRequestData,
+    NewRequestData,
+    SchedulerOutput,
+)
 
 IntArray = NDArray[np.signedinteger[Any]]
+
+_NO_ROW = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +46,14 @@ class RunnerLimits:
     max_num_batched_tokens: int
 
     @property
-    def batch_bytes(self) -> int:
-        """Bytes of `InputBatch`'s large arrays, with one KV cache group."""
-        per_seq = self.max_model_len + cdiv(self.max_model_len, self.block_size)
-        return self.max_num_seqs * per_seq * np.dtype(np.int32).itemsize
+    def max_num_logits_rows(self) -> int:
+        """Most rows of logits of one step: one per request, and those that score prompts."""
+        return min(self.max_num_seqs + MAX_EXTRA_LOGITS_ROWS, self.max_num_batched_tokens)
+
+    def batch_bytes(self, num_groups: int) -> int:
+        """The most bytes of `InputBatch`'s block tables with so many KV cache groups."""
+        num_columns = num_groups * cdiv(self.max_model_len, self.block_size)
+        return self.max_num_seqs * num_columns * np.dtype(np.int32).itemsize
 
 
 @dataclass(slots=True)
@@ -53,6 +65,7 @@ class RequestState:
         num_computed_tokens: tokens whose KV is stored before the coming step.
         num_prompt_logprobs: prompt tokens whose log-probabilities were already handed out; a
             preempted request computes them again but must not report them twice.
+        row: of the batch's block tables.
     """
 
     req_id: str
@@ -62,11 +75,7 @@ class RequestState:
     num_computed_tokens: int
     output_token_ids: list[int] = field(default_factory=list)
     num_prompt_logprobs: int = 0
-
-    @property
-    def num_tokens(self) -> int:
-        """Known tokens: prompt and output."""
-        return len(self.prompt_token_ids) + len(self.output_token_ids)
+    row: int = _NO_ROW
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,165 +84,161 @@ class StepInputs:
 
     Attributes:
         states: [num_reqs].
-        rows: [num_reqs] row of each request in the batch's arrays.
-        request_index: [num_tokens] which request a token belongs to.
+        rows: [num_reqs] row of each request in the batch's block tables.
+        token_rows: [num_tokens] that of the request a token belongs to.
         token_ids: int64 [num_tokens].
         positions: int64 [num_tokens].
         query_start: int32 [num_reqs + 1] first token of each request.
         num_computed_tokens: int32 [num_reqs] stored tokens before this step.
-        seq_lens: int32 [num_reqs] stored tokens after it.
+        seq_lens: int32 [num_reqs] stored tokens after it; `max_seq_len` is the largest.
         is_complete: bool [num_reqs] whether this step reaches the last known token, so that the
             next one can be sampled.
     """
 
     states: list[RequestState]
     rows: IntArray
-    request_index: IntArray
+    token_rows: IntArray
     token_ids: IntArray
     positions: IntArray
     query_start: IntArray
     num_computed_tokens: IntArray
     seq_lens: IntArray
+    max_seq_len: int
     is_complete: NDArray[np.bool_]
 
 
 class InputBatch:
-    """Persistent arrays with one row per request that ran lately.
+    """The worker's requests, and their block tables as persistent arrays.
 
     Attributes:
-        token_ids: int32 [max_num_seqs, max_model_len]; pages are touched as requests grow.
         block_tables: per group, int32 [max_num_seqs, cdiv(max_model_len, block_size)]; column i is
-            logical block i, 0 where there is none.
+            logical block i, 0 where there is none. Columns that left a window keep their ids, which
+            may be another's by now: nothing may read before the first token that a query sees.
     """
 
     def __init__(self, limits: RunnerLimits, block_sizes: Sequence[int]) -> None:
         """`block_sizes` has one entry per KV cache group."""
         max_num_seqs, max_model_len = limits.max_num_seqs, limits.max_model_len
         self.block_sizes = list(block_sizes)
-        self.token_ids: IntArray = np.zeros((max_num_seqs, max_model_len), np.int32)
         self.block_tables: list[IntArray] = [
             np.zeros((max_num_seqs, cdiv(max_model_len, size)), np.int32) for size in block_sizes
         ]
         self._states: dict[str, RequestState] = {}
-        self._rows: dict[str, int] = {}  # by request
+        self._owners: dict[int, RequestState] = {}  # by row
         self._free_rows = list(reversed(range(max_num_seqs)))
 
     def update(self, output: SchedulerOutput) -> None:
         """Apply one step's diffs; afterwards every scheduled request has an up-to-date row."""
         for req_id in output.finished_req_ids:
             # A request may end before this worker ever saw it.
-            self._states.pop(req_id, None)
-            self._leave_row(req_id)
+            state = self._states.pop(req_id, None)
+            if state is not None:
+                self._leave_row(state)
         for new in output.scheduled_new_reqs:
-            self._states[new.req_id] = _state_of(new)
-        self._update_cached(output.scheduled_cached_reqs)
-        for req_id in output.num_scheduled_tokens:
-            if req_id not in self._rows:
-                row = self._take_row(output.num_scheduled_tokens)
-                self._fill_row(row, self._states[req_id])
-                self._rows[req_id] = row
+            state = self._states[new.req_id] = _state_of(new)
+            self._enter_row(state, output.num_scheduled_tokens)
+        self._update_cached(output.scheduled_cached_reqs, output.num_scheduled_tokens)
 
     def append_tokens(self, sampled_token_ids: Mapping[str, list[int]]) -> None:
         """Take the tokens that a step sampled; the scheduler does not send them again."""
-        rows: list[int] = []
-        positions: list[int] = []
-        tokens: list[int] = []
         for req_id, token_ids in sampled_token_ids.items():
-            state = self._states[req_id]
-            row = self._rows.get(req_id)
-            if row is not None:
-                start = state.num_tokens
-                rows += [row] * len(token_ids)
-                positions += range(start, start + len(token_ids))
-                tokens += token_ids
-            state.output_token_ids += token_ids
-        # One write for all: writing one by one costs more than all the rest of this.
-        self.token_ids[rows, positions] = tokens
+            self._states[req_id].output_token_ids += token_ids
 
     def prepare(self, num_scheduled_tokens: Mapping[str, int]) -> StepInputs:
         """Gather the flat batch of the scheduled requests, in their order."""
         num_reqs = len(num_scheduled_tokens)
-        counts = np.fromiter(num_scheduled_tokens.values(), np.int32, num_reqs)
         states = [self._states[req_id] for req_id in num_scheduled_tokens]
-        rows = np.array([self._rows[req_id] for req_id in num_scheduled_tokens], np.int64)
-        query_start = np.zeros(num_reqs + 1, np.int32)
-        np.cumsum(counts, out=query_start[1:])
+        token_ids: list[int] = []
+        for state, num_tokens in zip(states, num_scheduled_tokens.values(), strict=True):
+            token_ids += _next_tokens(state, num_tokens)
+        counts = np.array(list(num_scheduled_tokens.values()), np.int32)
+        rows = np.array([state.row for state in states])
         computed = np.array([state.num_computed_tokens for state in states], np.int32)
-        known = np.array([state.num_tokens for state in states], np.int32)
-        index = np.repeat(np.arange(num_reqs), counts)  # [num_tokens]
-        positions = np.arange(len(index)) + (computed - query_start[:-1])[index]
+        known = [len(state.prompt_token_ids) + len(state.output_token_ids) for state in states]
+        query_start = np.zeros(num_reqs + 1, np.int32)
+        np.add.accumulate(counts, out=query_start[1:])
+        index = np.arange(num_reqs).repeat(counts)  # [num_tokens] the request of each token
         seq_lens = computed + counts
         return StepInputs(
             states=states,
             rows=rows,
-            request_index=index,
-            token_ids=self.token_ids[rows[index], positions].astype(np.int64),
-            positions=positions,
+            token_rows=rows[index],
+            token_ids=np.array(token_ids, np.int64),
+            positions=np.arange(len(token_ids)) + (computed - query_start[:-1])[index],
             query_start=query_start,
             num_computed_tokens=computed,
             seq_lens=seq_lens,
+            max_seq_len=int(seq_lens.max()),
             is_complete=seq_lens >= known,
         )
 
     def block_table(self, group: int, inputs: StepInputs) -> IntArray:
         """int32 [num_reqs, max_num_blocks]: tables as wide as this step's longest request."""
-        num_blocks = cdiv(int(inputs.seq_lens.max()), self.block_sizes[group])
+        num_blocks = cdiv(inputs.max_seq_len, self.block_sizes[group])
         return self.block_tables[group][inputs.rows, :num_blocks]
 
     def slot_mapping(self, group: int, inputs: StepInputs) -> IntArray:
         """int64 [num_tokens]: block_table[pos // block_size] x block_size + pos % block_size."""
         size = self.block_sizes[group]
-        rows = inputs.rows[inputs.request_index]
-        blocks = self.block_tables[group][rows, inputs.positions // size].astype(np.int64)
-        assert blocks.all(), "a scheduled token has no block"
-        return blocks * size + inputs.positions % size
+        columns = inputs.positions // size
+        blocks = self.block_tables[group][inputs.token_rows, columns].astype(np.int64)
+        assert np.count_nonzero(blocks) == len(blocks), "a scheduled token has no block"
+        return (blocks - columns) * size + inputs.positions
 
-    def _update_cached(self, cached: CachedRequestData) -> None:
-        told: dict[str, list[int]] = {}
-        for i, req_id in enumerate(cached.req_ids):
+    def _update_cached(self, cached: CachedRequestData, scheduled: Container[str]) -> None:
+        diffs = zip(
+            cached.req_ids,
+            cached.resumed_from_preemption,
+            cached.new_token_ids,
+            cached.new_block_ids,
+            cached.num_computed_tokens,
+            strict=True,
+        )
+        for req_id, is_resumed, new_token_ids, new_block_ids, num_computed_tokens in diffs:
             state = self._states[req_id]
-            state.num_computed_tokens = cached.num_computed_tokens[i]
-            new_block_ids, new_token_ids = cached.new_block_ids[i], cached.new_token_ids[i]
-            if cached.resumed_from_preemption[i]:
-                state.block_ids = tuple(list(ids) for ids in new_block_ids)
-                state.output_token_ids[:] = new_token_ids
-                self._leave_row(req_id)
-                continue
-            if any(new_block_ids):
+            state.num_computed_tokens = num_computed_tokens
+            if is_resumed:
+                self._leave_row(state)
+                state.block_ids = tuple(map(list, new_block_ids))
+                state.output_token_ids.clear()
+            elif any(new_block_ids):
                 self._append_blocks(state, new_block_ids)
             if new_token_ids:
-                told[req_id] = new_token_ids
-        if told:
-            self.append_tokens(told)
+                state.output_token_ids += new_token_ids
+            if state.row == _NO_ROW:
+                self._enter_row(state, scheduled)
 
     def _append_blocks(self, state: RequestState, new_block_ids: tuple[list[int], ...]) -> None:
-        row = self._rows.get(state.req_id)
         for table, block_ids, new in zip(
             self.block_tables, state.block_ids, new_block_ids, strict=True
         ):
-            if row is not None:
-                table[row, len(block_ids) : len(block_ids) + len(new)] = new
+            if state.row != _NO_ROW:
+                table[state.row, len(block_ids) : len(block_ids) + len(new)] = new
             block_ids += new
 
-    def _take_row(self, scheduled: Container[str]) -> int:
-        """A free row, or that of a request that does not run now."""
-        if self._free_rows:
-            return self._free_rows.pop()
-        idle = next(req_id for req_id in self._rows if req_id not in scheduled)
-        return self._rows.pop(idle)
-
-    def _leave_row(self, req_id: str) -> None:
-        row = self._rows.pop(req_id, None)
-        if row is not None:
-            self._free_rows.append(row)
-
-    def _fill_row(self, row: int, state: RequestState) -> None:
-        num_prompt = len(state.prompt_token_ids)
-        self.token_ids[row, :num_prompt] = state.prompt_token_ids
-        self.token_ids[row, num_prompt : state.num_tokens] = state.output_token_ids
+    def _enter_row(self, state: RequestState, scheduled: Container[str]) -> None:
+        """Fill a free row for `state`, or that of a request that does not run now."""
+        if not self._free_rows:
+            self._leave_row(next(s for s in self._owners.values() if s.req_id not in scheduled))
+        state.row = self._free_rows.pop()
+        self._owners[state.row] = state
         for table, block_ids in zip(self.block_tables, state.block_ids, strict=True):
-            table[row] = 0  # what the row's last request left behind
-            table[row, : len(block_ids)] = block_ids
+            table[state.row] = 0  # what the row's last request left behind
+            table[state.row, : len(block_ids)] = block_ids
+
+    def _leave_row(self, state: RequestState) -> None:
+        if state.row != _NO_ROW:
+            del self._owners[state.row]
+            self._free_rows.append(state.row)
+            state.row = _NO_ROW
+
+
+def _next_tokens(state: RequestState, num_tokens: int) -> list[int]:
+    """The tokens of `state` behind those computed."""
+    first_output = state.num_computed_tokens - len(state.prompt_token_ids)
+    if first_output >= 0:
+        return state.output_token_ids[first_output : first_output + num_tokens]
+    return (state.prompt_token_ids[first_output:] + state.output_token_ids)[:num_tokens]
 
 
 def _state_of(new: NewRequestData) -> RequestState:

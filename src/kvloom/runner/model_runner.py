@@ -12,20 +12,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
-from kvloom.errors import CapacityError, ConfigError
+from kvloom.errors import CapacityError
+from kvloom.kv.layout import MAX_GROUPS
 from kvloom.kv.memory import format_bytes
 from kvloom.kv.planner import make_kv_cache_spec
 from kvloom.kv.spec import KVCacheConfig, KVCacheSpec
-from kvloom.ops.base import (
-    AttentionMetadata,
-    Backend,
-    Batch,
-    Communicator,
-    EagerBackend,
-    StepSizes,
-    Value,
-)
+from kvloom.ops.backend import Backend, EagerBackend, StepSizes
+from kvloom.ops.base import AttentionMetadata, Batch, Communicator, Value
 from kvloom.runner.input_batch import (
     InputBatch,
     IntArray,
@@ -36,7 +31,7 @@ from kvloom.runner.input_batch import (
 from kvloom.runner.profile import count_least_activation_bytes, measure_peak_activation_bytes
 from kvloom.sampling.logits import FloatArray
 from kvloom.sampling.sampler import Sampler, SampleResult, SamplingRow
-from kvloom.step import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
+from kvloom.step import ModelRunnerOutput, SchedulerOutput, TokenLogprobs, TokenMask
 
 if TYPE_CHECKING:
     from kvloom.models.base import Model
@@ -45,8 +40,18 @@ if TYPE_CHECKING:
 class TokenSampler(Protocol):
     """What the runner asks of a sampler: the methods of `kvloom.sampling.sampler.Sampler`."""
 
-    def sample(self, logits: FloatArray, rows: Sequence[SamplingRow]) -> SampleResult:
-        """Choose one token per row of `logits` [num_rows, vocab_size]."""
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory it takes while it samples, whatever the rows ask for."""
+
+    def sample(
+        self,
+        logits: FloatArray,
+        rows: Sequence[SamplingRow],
+        grammar: NDArray[np.uint32] | None = None,
+        grammar_rows: Sequence[int] = (),
+    ) -> SampleResult:
+        """Choose one token per row of `logits` [num_rows, vocab_size], of those allowed."""
 
     def prompt_logprobs(
         self, logits: FloatArray, next_token_ids: Sequence[int], num_top: int
@@ -105,13 +110,14 @@ class ModelRunner:
             StepSizes(
                 max_num_tokens=limits.max_num_batched_tokens,
                 max_num_reqs=limits.max_num_seqs,
+                max_num_rows=limits.max_num_logits_rows,
                 max_model_len=limits.max_model_len,
                 block_size=limits.block_size,
             ),
         )
         self._sampler: TokenSampler = sampler or Sampler(model.vocab_size)
         self._batch: InputBatch  # made with the KV cache, once it is known that memory suffices
-        self._tensor_storages: list[Any] = []  # one view per KV cache tensor: block copies use it
+        self._storages: dict[str, Any] = {}  # by layer that stores KV
 
     # --- plan -------------------------------------------------------------------------------
 
@@ -121,18 +127,21 @@ class ModelRunner:
         return {layer.name: make_kv_cache_spec(layer, self.limits.block_size) for layer in layers}
 
     def profile_run(self, available_bytes: int | None = None) -> int:
-        """Bytes the largest step needs beyond weights and KV cache, the batch's arrays included.
+        """Bytes the largest step needs beyond weights and KV cache, sampling and arrays included.
 
         The executable knows, or else they are measured on a dummy batch, unless it is certain that
-        `available_bytes` do not suffice. Rows of logits that score prompts are not counted.
+        `available_bytes` do not suffice.
 
         Raises:
             CapacityError: they do not; nothing was allocated.
         """
-        batch_bytes = self.limits.batch_bytes
+        # Layers that store alike make one group; how many others make is not planned yet.
+        stored = {s for s in self.get_kv_cache_spec().values() if s.shared_target is None}
+        num_groups = 1 if len(stored) == 1 else MAX_GROUPS
+        own_bytes = self.limits.batch_bytes(num_groups) + self._sampler.scratch_bytes
         if (known_bytes := self._executable.activation_bytes) is not None:
-            return known_bytes + batch_bytes
-        least_bytes = batch_bytes + count_least_activation_bytes(
+            return known_bytes + own_bytes
+        least_bytes = own_bytes + count_least_activation_bytes(
             self.model, self._communicator, self.limits
         )
         if available_bytes is not None and least_bytes > available_bytes:
@@ -143,29 +152,38 @@ class ModelRunner:
                 "max_num_batched_tokens or max_num_seqs"
             )
         eager = cast(EagerBackend, self._backend)
-        return batch_bytes + measure_peak_activation_bytes(
+        return own_bytes + measure_peak_activation_bytes(
             self.model, eager, self._communicator, self.limits
         )
 
     # --- initialise -------------------------------------------------------------------------
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
-        """Allocate every tensor of the config and bind the layers to their views of it."""
+        """Allocate every tensor of the config and bind the layers to their views of it.
+
+        Within each block of a tensor, the layers of one group that store KV lie one after another,
+        as `shared_by` lists them. Another group lays its own layers over the same bytes: in blocks
+        that this group does not hold. A layer that shares KV reads the view of its target.
+        """
         groups = kv_cache_config.kv_cache_groups
         group_of = {name: i for i, group in enumerate(groups) for name in group.layer_names}
-        storages: dict[str, Any] = {}
-        self._tensor_storages = []
+        targets = {name: spec.shared_target for name, spec in self.get_kv_cache_spec().items()}
+        self._storages = {}
         for tensor in kv_cache_config.kv_cache_tensors:
             raw = self._backend.allocate_kv(tensor.size)
-            # Layers of one group on one tensor are one KV, so they share the view; another group
-            # reads the same bytes by its own spec, in blocks that this group does not hold.
-            views = {
-                i: self._backend.view_kv(raw, groups[i].kv_cache_spec, kv_cache_config.num_blocks)
-                for i in sorted({group_of[name] for name in tensor.shared_by})
-            }
-            storages |= {name: views[group_of[name]] for name in tensor.shared_by}
-            self._tensor_storages.append(next(iter(views.values())))
-        self.bind_kv_cache(kv_cache_config, storages)
+            offsets = [0] * len(groups)
+            for name in tensor.shared_by:
+                if targets[name] is None:
+                    group = group_of[name]
+                    spec = groups[group].kv_cache_spec
+                    self._storages[name] = self._backend.view_kv(
+                        raw, spec, kv_cache_config.num_blocks, offsets[group]
+                    )
+                    offsets[group] += spec.page_size_bytes
+        self.bind_kv_cache(
+            kv_cache_config,
+            {name: self._storages[target or name] for name, target in targets.items()},
+        )
         self._batch = InputBatch(self.limits, [g.kv_cache_spec.block_size for g in groups])
 
     def bind_kv_cache(self, kv_cache_config: KVCacheConfig, storages: Mapping[str, Any]) -> None:
@@ -185,36 +203,36 @@ class ModelRunner:
         """Apply the step's diffs and run the model over its tokens."""
         self._batch.update(output)
         if output.block_copies:
-            for storage in self._tensor_storages:
+            for storage in self._storages.values():
                 self._backend.copy_blocks(storage, output.block_copies)
         if not output.num_scheduled_tokens:
             return StepHandle()
         inputs = self._batch.prepare(output.num_scheduled_tokens)
         sampled = np.flatnonzero(inputs.is_complete)
         prompts = _unscored_prompt_tokens(inputs)
-        logits_rows = [inputs.query_start[1:][sampled] - 1, *(p.tokens for p in prompts)]
+        rows = np.concatenate(
+            [inputs.query_start[1:][sampled] - 1, *(p.tokens for p in prompts)], dtype=np.int64
+        )
+        assert len(rows) <= self.limits.max_num_logits_rows, "the scheduler bounds them"
         batch = Batch(
             token_ids=inputs.token_ids,
             positions=inputs.positions,
-            logits_rows=np.concatenate(logits_rows).astype(np.int64),
+            logits_rows=rows,
             attention=self._build_attention_metadata(inputs),
         )
         logits = self._executable.forward(batch)
         return StepHandle(logits, [inputs.states[i] for i in sampled], prompts)
 
-    def sample_tokens(self, handle: StepHandle, grammar: Any | None = None) -> ModelRunnerOutput:
-        """Draw the next token of every request that reached the end of its known tokens.
-
-        Raises:
-            ConfigError: `grammar` is given; this runner samples without one.
-        """
-        if grammar is not None:
-            raise ConfigError("structured output is not available; send requests without a grammar")
+    def sample_tokens(
+        self, handle: StepHandle, grammar: TokenMask | None = None
+    ) -> ModelRunnerOutput:
+        """Draw the next token of every request that reached the end of its known tokens."""
         result = ModelRunnerOutput()
         if handle.logits is None:
             return result
         logits = self._backend.to_host(handle.logits)  # [num_rows, vocab_size]
-        self._sample(logits[: len(handle.sampled)], handle.sampled, result)
+        drawn = self._draw(logits[: len(handle.sampled)], handle.sampled, grammar)
+        _report(drawn, handle.sampled, result)
         self._score_prompts(logits[len(handle.sampled) :], handle.prompts, result)
         self.append_tokens(result.sampled_token_ids)
         return result
@@ -223,19 +241,17 @@ class ModelRunner:
         """Take the tokens of a step: one rank samples, all of them go on from there."""
         self._batch.append_tokens(sampled_token_ids)
 
-    def _sample(self, logits: Any, states: list[RequestState], result: ModelRunnerOutput) -> None:
+    def _draw(
+        self, logits: Any, states: list[RequestState], grammar: TokenMask | None
+    ) -> SampleResult:
+        """Choose one token per row of `logits` [num_reqs, vocab_size]."""
         rows = [
             SamplingRow(s.sampling_params, s.prompt_token_ids, s.output_token_ids) for s in states
         ]
-        drawn = self._sampler.sample(logits, rows)
-        for i, state in enumerate(states):
-            logprobs = drawn.logprobs[i]
-            if i in drawn.errors:
-                result.errors[state.req_id] = drawn.errors[i]
-                continue
-            result.sampled_token_ids[state.req_id] = [drawn.token_ids[i]]
-            if logprobs is not None:
-                result.logprobs[state.req_id] = [logprobs]
+        if grammar is None:
+            return self._sampler.sample(logits, rows)
+        grammar_rows = [grammar.rows.get(state.req_id, -1) for state in states]
+        return self._sampler.sample(logits, rows, grammar.bits, grammar_rows)
 
     def _score_prompts(
         self, logits: Any, prompts: list[PromptTokens], result: ModelRunnerOutput
@@ -264,6 +280,18 @@ class ModelRunner:
             )
             for group, block_size in enumerate(self._batch.block_sizes)
         ]
+
+
+def _report(drawn: SampleResult, states: list[RequestState], result: ModelRunnerOutput) -> None:
+    """Add what was drawn, or why not, to the step's result."""
+    for i, state in enumerate(states):
+        logprobs = drawn.logprobs[i]
+        if i in drawn.errors:
+            result.errors[state.req_id] = drawn.errors[i]
+            continue
+        result.sampled_token_ids[state.req_id] = [drawn.token_ids[i]]
+        if logprobs is not None:
+            result.logprobs[state.req_id] = [logprobs]
 
 
 def _unscored_prompt_tokens(inputs: StepInputs) -> list[PromptTokens]:

@@ -12,18 +12,20 @@ import functools
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from kvloom.kv.planner import make_kv_cache_spec
 from kvloom.kv.spec import cdiv
+from kvloom.ops.backend import EagerBackend
 from kvloom.ops.base import (
+    Attention,
     AttentionMetadata,
     Batch,
     Communicator,
-    EagerBackend,
+    Experts,
     KVLayer,
     Ops,
     Value,
@@ -67,27 +69,24 @@ def count_least_activation_bytes(
     """Bytes of the values alive at once if no operation took memory of its own; costs nothing."""
     slots = plan_slots(record(model, communicator.world_size), lambda v: _FLOAT_BYTES * v.width)
     return slots.num_bytes(
-        {Rows.TOKENS: limits.max_num_batched_tokens, Rows.LOGITS: limits.max_num_seqs}
+        {Rows.TOKENS: limits.max_num_batched_tokens, Rows.LOGITS: limits.max_num_logits_rows}
     )
 
 
 def measure_peak_activation_bytes(
     model: Model, backend: EagerBackend, communicator: Communicator, limits: RunnerLimits
 ) -> int:
-    """Peak bytes of a step of `max_num_batched_tokens` tokens and `max_num_seqs` rows of logits.
+    """Peak bytes of the forward pass of a step with as many tokens and rows of logits as may be.
 
     One request of the step has a context of `max_model_len` tokens. Works for backends whose
     values are numpy arrays. Leaves the model's KV layers unbound.
     """
     num_parts = cdiv(limits.max_num_batched_tokens, _MAX_REHEARSED_TOKENS)
-    limits = replace(
-        limits,
-        max_num_batched_tokens=cdiv(limits.max_num_batched_tokens, num_parts),
-        max_num_seqs=cdiv(limits.max_num_seqs, num_parts),
-    )
+    num_tokens = cdiv(limits.max_num_batched_tokens, num_parts)
+    num_rows = cdiv(limits.max_num_logits_rows, num_parts)
     lone = LoneRank(communicator.rank, communicator.world_size)
     with _dummy_kv_cache(model, backend, limits), _traced():
-        batch = _dummy_batch(limits)
+        batch = _dummy_batch(limits, num_tokens, num_rows)
         rehearsal = _Rehearsal(backend.ops(batch, lone))
         model.forward(cast(Ops, rehearsal), batch)
         return rehearsal.peak_bytes * num_parts
@@ -124,9 +123,13 @@ class _Rehearsal:
 
 
 def _signature(argument: Any) -> Any:
-    """What an operation's memory depends on: the shape of a value or weight, a layer's spec."""
+    """What an operation's memory depends on: shapes of values and weights, a layer's spec."""
     if isinstance(argument, KVLayer):
         return argument.spec
+    if isinstance(argument, list | tuple):
+        return tuple(map(_signature, argument))
+    if isinstance(argument, Experts | Attention):
+        return tuple(_signature(getattr(argument, part.name)) for part in fields(argument))
     return getattr(argument, "shape", argument)
 
 
@@ -167,9 +170,8 @@ def _dummy_kv_cache(model: Model, backend: EagerBackend, limits: RunnerLimits) -
             layer.spec = layer.storage = None
 
 
-def _dummy_batch(limits: RunnerLimits) -> Batch:
-    """Requests of `_CHUNK` tokens that fill the budget; the first one has the longest context."""
-    num_tokens = limits.max_num_batched_tokens
+def _dummy_batch(limits: RunnerLimits, num_tokens: int, num_rows: int) -> Batch:
+    """Requests of `_CHUNK` tokens, `num_tokens` in all; the first one has the longest context."""
     counts = np.full(cdiv(num_tokens, _CHUNK), _CHUNK, np.int32)
     counts[-1] = num_tokens - _CHUNK * (len(counts) - 1)
     seq_lens = counts.copy()
@@ -186,6 +188,6 @@ def _dummy_batch(limits: RunnerLimits) -> Batch:
     return Batch(
         token_ids=np.zeros(num_tokens, np.int64),
         positions=np.zeros(num_tokens, np.int64),
-        logits_rows=np.arange(limits.max_num_seqs, dtype=np.int64) % num_tokens,
+        logits_rows=np.arange(num_rows, dtype=np.int64),
         attention=[metadata],
     )

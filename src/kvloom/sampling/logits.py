@@ -23,18 +23,24 @@ _FIRST_HEAD = 256
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
-    """The request behind one row of logits: its parameters and the tokens before the new one."""
+    """The request behind one row of logits: its parameters and the tokens before the new one.
+
+    Attributes:
+        allowed: bool [vocab_size], the only tokens that may come next; None allows all.
+    """
 
     params: ResolvedSamplingParams
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]
+    allowed: NDArray[np.bool_] | None = None
 
     @property
     def has_adjustments(self) -> bool:
         """Whether anything but temperature and truncation changes this row's logits."""
         params = self.params
         return bool(
-            params.logit_bias
+            self.allowed is not None
+            or params.logit_bias
             or params.bad_words_token_ids
             or len(self.output_token_ids) < params.min_tokens
             or params.repetition_penalty != 1.0
@@ -47,17 +53,19 @@ def adjust_logits(logits: FloatArray, row: SamplingRow) -> FloatArray:
     """A float64 copy of `logits` [vocab_size] with masks, bias and penalties; banned is -inf."""
     params = row.params
     logits = logits.astype(np.float64)
+    if row.allowed is not None:
+        logits[~row.allowed] = -np.inf
     if len(row.output_token_ids) < params.min_tokens:
         logits[list(params.eos_token_ids | frozenset(params.stop_token_ids))] = -np.inf
     if params.logit_bias:
         logits[list(params.logit_bias)] += list(params.logit_bias.values())
-    banned = _banned_token_ids(params.bad_words_token_ids, row.output_token_ids)
+    banned = banned_token_ids(params.bad_words_token_ids, row.output_token_ids)
     logits[banned] = -np.inf
     _penalise(logits, row)
     return logits
 
 
-def _banned_token_ids(
+def banned_token_ids(
     bad_words: Sequence[Sequence[int]], output_token_ids: Sequence[int]
 ) -> list[int]:
     """The last id of every bad word whose other ids the output ends with.

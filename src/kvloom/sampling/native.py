@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvloom.request import ResolvedSamplingParams
-from kvloom.sampling.logits import FloatArray, SamplingRow, _banned_token_ids
+from kvloom.sampling.logits import FloatArray, SamplingRow, banned_token_ids
 from kvloom.sampling.sampler import SampleResult
 from kvloom.step import TokenLogprobs
 
@@ -100,7 +100,7 @@ class _Edits:
         bias = (len(self.bias_ids), len(params.logit_bias))
         self.bias_ids += params.logit_bias.keys()
         self.bias_values += params.logit_bias.values()
-        banned = _banned_token_ids(params.bad_words_token_ids, row.output_token_ids)
+        banned = banned_token_ids(params.bad_words_token_ids, row.output_token_ids)
         if len(row.output_token_ids) < params.min_tokens:
             banned += [*params.eos_token_ids, *params.stop_token_ids]
         self.banned_ids += banned
@@ -128,6 +128,12 @@ class NativeSampler:
         self._encoded: dict[int, _Encoded] = {}  # by the id of the parameters
         self._no_edits = self._native_edits(_Edits(), None)
         self._no_scores = _Scores(native, 0, 0)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory it takes while it samples, whatever the rows ask for."""
+        num_bytes: int = self._sampler.scratch_bytes
+        return num_bytes
 
     def sample(
         self,

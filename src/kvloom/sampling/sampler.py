@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvloom.sampling.logits import FloatArray, SamplingRow, adjust_logits, keep_tokens
 from kvloom.sampling.logprobs import prompt_logprobs, score_token
@@ -31,20 +32,43 @@ class SampleResult:
     errors: dict[int, str] = field(default_factory=dict)
 
 
+# A row with penalties, drawn from all tokens, takes at most nine float64 arrays at a time.
+_SCRATCH_BYTES_PER_LOGIT = 9 * 8
+
+
 class Sampler:
     """Chooses tokens. It holds no state: a row's token depends on that row alone."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
 
-    def sample(self, logits: FloatArray, rows: Sequence[SamplingRow]) -> SampleResult:
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory it takes while it samples, whatever the rows ask for."""
+        return _SCRATCH_BYTES_PER_LOGIT * self._vocab_size
+
+    def sample(
+        self,
+        logits: FloatArray,
+        rows: Sequence[SamplingRow],
+        grammar: NDArray[np.uint32] | None = None,
+        grammar_rows: Sequence[int] = (),
+    ) -> SampleResult:
         """Choose one token per row of `logits` [num_rows, vocab_size].
 
         Greedy rows take the lowest token id among equal logits. A row that cannot be sampled
         fails alone: its reason is in the result's `errors`.
+
+        Args:
+            logits: the model's own.
+            rows: the requests.
+            grammar: allowed tokens, [*, cdiv(vocab_size, 32)]: bit i % 32 of word i // 32 is i.
+            grammar_rows: the row of `grammar` that each request obeys, -1 for none.
         """
         if logits.shape != (len(rows), self._vocab_size):
             raise ValueError(f"logits are {logits.shape}, not {(len(rows), self._vocab_size)}")
+        if grammar is not None:
+            rows = _constrain(rows, grammar, grammar_rows, self._vocab_size)
         result = SampleResult()
         best = logits.argmax(axis=1)  # [num_rows]; in a row with NaN the first NaN
         for i, (row, row_logits) in enumerate(zip(rows, logits, strict=True)):
@@ -82,6 +106,21 @@ def draw_uniform(seed: int, output_index: int) -> float:
     preemption nor batch mates nor chunking can change a seeded text.
     """
     return float(np.random.Generator(np.random.Philox(key=seed, counter=output_index)).random())
+
+
+def _constrain(
+    rows: Sequence[SamplingRow],
+    grammar: NDArray[np.uint32],
+    grammar_rows: Sequence[int],
+    vocab_size: int,
+) -> list[SamplingRow]:
+    """The rows with the tokens that the grammar allows them."""
+    is_set = np.unpackbits(grammar.view(np.uint8), axis=1, bitorder="little")
+    is_allowed = is_set[:, :vocab_size].astype(bool)  # [*, vocab_size]
+    return [
+        row if i < 0 else replace(row, allowed=is_allowed[i])
+        for row, i in zip(rows, grammar_rows, strict=True)
+    ]
 
 
 class _NoTokenError(Exception):

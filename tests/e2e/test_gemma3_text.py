@@ -1,0 +1,92 @@
+"""Gemma 3 270M's greedy text equals transformers', below its window of 512 tokens and beyond it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvloom import LLM, SamplingParams
+from kvloom.ops.isa import built_isas
+
+GOLDEN = json.loads(
+    (Path(__file__).parent.parent / "golden" / "gemma3_greedy.json").read_text(encoding="utf-8")
+)
+CASES = GOLDEN["cases"]
+NUM_NEW_TOKENS = GOLDEN["num_new_tokens"]
+PARAMS = SamplingParams(temperature=0.0, max_tokens=NUM_NEW_TOKENS, ignore_eos=True)
+LENGTHS = [len(case["prompt_token_ids"]) for case in CASES]
+BOS = 2
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A backend in float32, and the most tokens of a step: whole prompts, or chunks of 64."""
+
+    backend: str
+    token_budget: int
+    num_cases: int  # the reference takes long over the longest prompts
+
+
+NATIVE = [Setup("native", 8192, 5), Setup("native", 64, 5)]
+
+
+def test_prompts_begin_with_one_bos() -> None:
+    assert LENGTHS == [10, 500, 513, 1100, 4000]
+    for case in CASES:
+        assert case["prompt_token_ids"][0] == BOS
+        assert case["prompt_token_ids"].count(BOS) == 1
+
+
+def make_llm(setup: Setup, folder: Path, **options: Any) -> LLM:
+    path = folder / GOLDEN["model"]
+    if not path.exists():
+        pytest.skip(f"{path.name} is not there; run scripts/fetch_models")
+    if setup.backend == "native" and not built_isas():
+        pytest.skip("the native library is not built")
+    longest = LENGTHS[setup.num_cases - 1] + NUM_NEW_TOKENS
+    return LLM(
+        model=str(path),
+        backend=setup.backend,
+        dtype="float32",
+        max_model_len=longest,
+        max_num_batched_tokens=setup.token_budget,
+        kv_cache_bytes=2 << 30,
+        **options,
+    )
+
+
+def check(llm: LLM, cases: Sequence[dict[str, Any]]) -> None:
+    """Generate from all at once."""
+    outputs = llm.generate([case["prompt_token_ids"] for case in cases], PARAMS)
+    for case, output in zip(cases, outputs, strict=True):
+        length = len(case["prompt_token_ids"])
+        assert output.outputs[0].token_ids == case["token_ids"], f"{length} prompt tokens"
+    llm._core.manager.check()
+
+
+@pytest.mark.parametrize("setup", [*NATIVE, Setup("reference", 2048, 3)], ids=str)
+def test_in_one_batch(setup: Setup, models_dir: Path) -> None:
+    llm = make_llm(setup, models_dir, has_prefix_cache=False)
+    check(llm, CASES[: setup.num_cases])
+    [of_text] = llm.generate(["The keeper counted the steps."], SamplingParams(max_tokens=1))
+    assert of_text.prompt_token_ids[0] == BOS
+    assert of_text.prompt_token_ids.count(BOS) == 1
+    llm.shutdown()
+
+
+@pytest.mark.parametrize("setup", NATIVE, ids=str)
+def test_alone_and_after_a_prefix_hit(setup: Setup, models_dir: Path) -> None:
+    llm = make_llm(setup, models_dir)
+    cases = CASES[: setup.num_cases]
+    for case in cases:
+        check(llm, [case])
+    num_hit_tokens = llm.stats.cache.num_hit_tokens
+    for case in cases:
+        check(llm, [case])
+    assert llm.stats.cache.num_hit_tokens > num_hit_tokens
+    llm.shutdown()
