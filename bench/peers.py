@@ -1,9 +1,9 @@
 """kvloom and what a user would pick instead, in turn: text first, then time.
 
-    bench/peers.py --peers FOLDER --models FOLDER [--out FOLDER]
+    bench/peers.py --peers FOLDER --models FOLDER [--model smollm2|gemma3] [--out FOLDER]
 
 FOLDER of --peers holds an environment per peer: vllm, pace, openvino (each with bin/python) and
-llama-bin. FOLDER of --models holds the GGUF file and smollm2-hf, the same weights in bf16.
+llama-bin. FOLDER of --models holds what MODELS names: a GGUF file and the same weights in bf16.
 
 Fairness: each engine is one process, started once and stopped (SIGSTOP) while others run; it runs
 every cell once before anything counts. A round runs cell by cell, and in a cell all engines one
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import text_check
-from peers_cells import CELLS, Cell
+from peers_cells import CELLS, MODELS, Cell
 from peers_engines import STATED_PEAKS, OpsPerSecond, Places, engine_commands, engine_formats
 from peers_engines import read_model_size as read_size
 from peers_probe import Probe
@@ -146,14 +146,19 @@ def close_engines(engines: Sequence[EngineProcess]) -> None:
 
 def check_texts(engines: Sequence[EngineProcess], tokenizer: Any, places: Places) -> list[str]:
     """The text check's lines of the report."""
-    chats = [[{"role": "user", "content": question}] for question in text_check.QUESTIONS]
-    prompts = [tokenizer.render_chat(chat) for chat in chats]
+    prompts = list(text_check.QUESTIONS)
+    if tokenizer.has_chat_template:
+        chats = [[{"role": "user", "content": question}] for question in prompts]
+        prompts = written = [tokenizer.render_chat(chat) for chat in chats]
+    else:  # engines add what begins a text by themselves; to score it, it is written out
+        ids = [tokenizer.encode(prompt, add_special_tokens=True) for prompt in prompts]
+        written = [tokenizer.decode(one, skip_special_tokens=False) for one in ids]
     command = {"prompts": prompts, "max_tokens": text_check.MAX_TOKENS}
     texts = {engine.name: engine.run(command)["texts"] for engine in engines}
     for name, answers in texts.items():
         for answer in answers:
             say(f"{name}: {answer!r}")
-    scores = text_check.score_texts(places.python("vllm"), places.folder, prompts, texts)
+    scores = text_check.score_texts(places.python("vllm"), places.folder, written, texts)
     return text_check.report_lines(scores)
 
 
@@ -180,14 +185,15 @@ def print_report(samples: Sequence[Sample], places: Places, options: Any, probe:
             f"\n## Limits with {one.bf16 / 1e9:.0f} GFLOP/s bf16, "
             f"{one.int8 / 1e9:.0f} GOP/s int8 ({title})\n"
         )
-        print("\n".join(report(Results(samples, size, formats))))
+        print("\n".join(report(Results(samples, size, formats, places.model.bars))))
 
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--peers", type=Path, required=True, help="the peers' environments")
-    parser.add_argument("--models", type=Path, required=True, help="GGUF file and smollm2-hf")
+    parser.add_argument("--models", type=Path, required=True, help="the models' folder")
+    parser.add_argument("--model", choices=MODELS, default="smollm2", help="which of them")
     parser.add_argument("--out", type=Path, default=Path("build/peers"), help="logs and samples")
     parser.add_argument("--engines", default=DEFAULT_ENGINES, help="comma separated")
     parser.add_argument("--cells", default="", help="indices of cells, comma separated; all")
@@ -207,7 +213,8 @@ def main() -> None:
     # Inherited by every engine: none may use more processors than another.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])
     # Absolute: engines run in another folder.
-    places = Places(arguments.peers.resolve(), arguments.models.resolve(), arguments.threads)
+    model = MODELS[arguments.model]
+    places = Places(arguments.peers.resolve(), arguments.models.resolve(), model, arguments.threads)
     options = json.loads(arguments.options)
     probe = Probe(arguments.threads)
     if arguments.report:

@@ -49,7 +49,7 @@ class Bar:
     ratios: tuple[float, ...]
 
 
-BARS = (
+SMOLLM2_BARS = (
     Bar("vLLM + AMD PACE compiled, bf16", "kvloom-bf16", ("pace",), (1.9, 1.8, 1.5, 1.05, 1.35)),
     Bar(
         "OpenVINO GenAI, the same Q4_1 file",
@@ -60,6 +60,27 @@ BARS = (
     Bar("vLLM eager, bf16", "kvloom-bf16", ("vllm",), (2.1, 2.6, 2.7, 2.3, 2.6)),
     Bar("llama.cpp, the same Q4_1 file", "kvloom-q4", ("llama",), (3.2, 7.0, 7.3, 8.0, 6.0)),
 )
+
+# Cells without a bar have 0; nobody asked for prompts alone.
+GEMMA3_BARS = (
+    Bar("vLLM + AMD PACE compiled, bf16", "kvloom-bf16", ("pace",), (1.3, 1.6, 1.8, 0.0, 1.3)),
+    Bar("llama.cpp, the same Q4_K_M file", "kvloom-q4", ("llama",), (1.5, 3.5, 4.0, 0.0, 0.0)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchModel:
+    """A model that engines are compared on: a GGUF file, its weights in bf16, and the bars."""
+
+    gguf: str
+    folder: str
+    bars: tuple[Bar, ...]
+
+
+MODELS = {
+    "smollm2": BenchModel("SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2-hf", SMOLLM2_BARS),
+    "gemma3": BenchModel("gemma-3-270m-q4_k_m.gguf", "gemma3-hf", GEMMA3_BARS),
+}
 
 # Of the limit: a bf16 cell of one request that reaches it has nothing left to gain.
 ENOUGH_OF_LIMIT = 0.9

@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peers_cells import Format, ModelSize
+from peers_cells import BenchModel, Format, ModelSize
 from peers_process import EngineCommand
 
 from kvloom.weights.gguf_header import read_header
 
-GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-FOLDER = "smollm2-hf"  # the same weights in bf16
 HEAD_TENSORS = ("output.weight", "token_embd.weight")  # a tied head is the embedding
 
 BF16_BYTES = 2.0
@@ -24,21 +22,22 @@ INT8_BYTES = 34 / 32  # groups of 32 with a 16-bit scale
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Folders of the peers' environments and of the models, and how many threads engines get."""
+    """Folders of the peers' environments and of the models, which model, and how many threads."""
 
     peers: Path
     models: Path
+    model: BenchModel
     num_threads: int
 
     @property
     def gguf(self) -> Path:
         """The quantised model."""
-        return self.models / GGUF
+        return self.models / self.model.gguf
 
     @property
     def folder(self) -> Path:
         """The bf16 model."""
-        return self.models / FOLDER
+        return self.models / self.model.folder
 
     def python(self, peer: str) -> str:
         """Of a peer's environment."""
@@ -98,7 +97,7 @@ def engine_commands(places: Places, options: Mapping[str, Any]) -> dict[str, Eng
 
 
 def read_model_size(places: Places) -> ModelSize:
-    """From the bf16 model's configuration: a Llama with a tied head."""
+    """From the bf16 model's configuration, its head tied, as if no layer had a window."""
     config = json.loads((places.folder / "config.json").read_text())
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
     head_size = config["head_dim"]

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from peers_cells import BARS, CELLS, ENOUGH_OF_LIMIT, Bar, Cell, Format, ModelSize, limit_seconds
+from peers_cells import CELLS, ENOUGH_OF_LIMIT, Bar, Cell, Format, ModelSize, limit_seconds
 
 NONE = "-"
 QUIET_SHARE = 0.04  # of the processors: what others may use during a run
@@ -36,6 +36,7 @@ class Results:
     samples: Sequence[Sample]
     size: ModelSize
     formats: Mapping[str, Format]
+    bars: Sequence[Bar] = ()
 
     @property
     def engines(self) -> list[str]:
@@ -102,7 +103,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 def bars_table(results: Results) -> list[str]:
     """Ratios beside what they must be."""
-    rows = [[bar.title, *(verdict(results, cell, bar) for cell in CELLS)] for bar in BARS]
+    rows = [[bar.title, *(verdict(results, cell, bar) for cell in CELLS)] for bar in results.bars]
     return table(["kvloom against", *(cell.name for cell in CELLS)], rows)
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from peers_cells import BARS, CELLS, Cell, Format, ModelSize, limit_seconds
+from peers_cells import CELLS, MODELS, Cell, Format, ModelSize, limit_seconds
 from peers_report import Results, Sample, bars_table, best_peer, ratio, report, verdict
 
 SINGLE = CELLS[0]
-AGAINST_PACE, AGAINST_OPENVINO, *_ = BARS
+AGAINST_PACE, AGAINST_OPENVINO, *_ = MODELS["smollm2"].bars
 SIZE = ModelSize(
     num_body_weights=1000, num_head_weights=100, num_kv_values=10, num_attention_products=20
 )
@@ -25,12 +25,12 @@ def results(*times, cell=SINGLE, read_bytes_per_s=1e9):
         for number, seconds in enumerate(rounds)
         if seconds is not None
     ]
-    return Results(samples, SIZE, FORMATS)
+    return Results(samples, SIZE, FORMATS, MODELS["smollm2"].bars)
 
 
 def test_there_is_a_bar_for_every_cell():
     assert len(CELLS) == 5
-    assert all(len(bar.ratios) == len(CELLS) for bar in BARS)
+    assert all(len(bar.ratios) == len(CELLS) for bar in MODELS["smollm2"].bars)
 
 
 def test_ratio_is_the_median_of_each_rounds_own():
@@ -130,7 +130,7 @@ def test_report_has_every_engine_and_bar():
     lines = "\n".join(report(results(("kvloom-bf16", 1.0), ("pace", 2.0))))
     assert "128 tok/s (1.00 s)" in lines  # 128 output tokens
     assert "2.00 x of 1.9 x: pass" in lines
-    assert all(bar.title in lines for bar in BARS)
+    assert all(bar.title in lines for bar in MODELS["smollm2"].bars)
     assert "1.0 to 1.0 GB/s" in lines
 
 
