@@ -24,7 +24,10 @@ LOG2_E = 1 / math.log(2)
 
 @dataclass(frozen=True)
 class Shape:
-    """One layer's cache and heads."""
+    """One layer's cache, heads and mask.
+
+    A latent row is read as key, and its first head_size_v values as value.
+    """
 
     format: str = "bfloat16"
     block_size: int = 16
@@ -32,19 +35,33 @@ class Shape:
     heads_per_kv: int = 3
     head_size: int = 64
     head_size_v: int = 64
+    window: int = 0
+    chunk: int = 0
+    is_latent: bool = False
 
     @property
     def num_heads(self) -> int:
         return self.num_kv_heads * self.heads_per_kv
 
+    @property
+    def row_width(self) -> int:
+        """Values of a token's q, k and v."""
+        stored_v = 0 if self.is_latent else self.head_size_v
+        return self.num_heads * self.head_size + self.num_kv_heads * (self.head_size + stored_v)
+
+    def first_visible(self, position: int) -> int:
+        """The first key that the query at a position sees."""
+        if self.window:
+            return max(position - self.window + 1, 0)
+        return position // self.chunk * self.chunk if self.chunk else 0
+
     def layout(self, native: ModuleType) -> Any:
-        return native.attention.KVLayout(
-            self.format, self.block_size, self.num_kv_heads, self.head_size, self.head_size_v
-        )
+        sizes = (self.num_kv_heads, self.head_size, self.head_size_v, self.is_latent)
+        return native.attention.KVLayout(self.format, self.block_size, *sizes)
 
     def layer(self, native: ModuleType, num_threads: int = 1) -> Any:
         return native.attention.AttentionLayer(
-            self.layout(native), self.num_heads, num_threads, 4096
+            self.layout(native), self.num_heads, num_threads, 4096, self.window, self.chunk
         )
 
 
@@ -63,30 +80,42 @@ def from_bf16(bits: Array) -> npt.NDArray[np.float32]:
 
 def read_sub_block(shape: Shape, data: Array) -> tuple[Array, Array]:
     """Keys [16, head_size] and values [16, head_size_v] of a sub-block's bytes, by the layout."""
-    size, size_v = shape.head_size, shape.head_size_v
+    end = DType(shape.format).num_bytes(16 * shape.head_size)
+    keys = read_keys(shape, data[:end])
+    return keys, keys[:, : shape.head_size_v] if shape.is_latent else read_values(shape, data[end:])
+
+
+def read_keys(shape: Shape, data: Array) -> Array:
+    size = shape.head_size
     if shape.format == "float32":
-        numbers = data.view(np.float32)
-        return numbers[: 16 * size].reshape(size, 16).T, numbers[16 * size :].reshape(16, size_v)
+        return data.view(np.float32).reshape(size, 16).T
     if shape.format == "bfloat16":
         numbers = from_bf16(data.view(np.uint16))
-        keys = numbers[: 16 * size].reshape(size // 2, 16, 2).transpose(1, 0, 2)
-        values = numbers[16 * size :].reshape(8, size_v, 2).transpose(0, 2, 1)
-        return keys.reshape(16, size), values.reshape(16, size_v)
-    end = 16 * size // 32 * 34
+        return numbers.reshape(size // 2, 16, 2).transpose(1, 0, 2).reshape(16, size)
     codes = data[: 16 * size].astype(np.float32).reshape(size // 4, 16, 4) - 128
     keys = codes.transpose(1, 0, 2).reshape(16, size // 32, 32)
-    keys = keys * from_bf16(data[16 * size : end].view(np.uint16)).reshape(-1, 16).T[:, :, None]
-    signed = data[end : end + 16 * size_v].view(np.int8).astype(np.float32)
-    values = signed.reshape(4, size_v, 4).transpose(0, 2, 1).reshape(16, size_v // 32, 32)
-    scales = from_bf16(data[end + 16 * size_v :].view(np.uint16)).reshape(-1, 16)
-    values = values * scales.T[:, :, None]
-    return keys.reshape(16, size), values.reshape(16, size_v)
+    scales = from_bf16(data[16 * size :].view(np.uint16)).reshape(-1, 16)
+    return (keys * scales.T[:, :, None]).reshape(16, size)
+
+
+def read_values(shape: Shape, data: Array) -> Array:
+    size = shape.head_size_v
+    if shape.format == "float32":
+        return data.view(np.float32).reshape(16, size)
+    if shape.format == "bfloat16":
+        numbers = from_bf16(data.view(np.uint16))
+        return numbers.reshape(8, size, 2).transpose(0, 2, 1).reshape(16, size)
+    codes = data[: 16 * size].view(np.int8).astype(np.float32)
+    values = codes.reshape(4, size, 4).transpose(0, 2, 1).reshape(16, size // 32, 32)
+    scales = from_bf16(data[16 * size :].view(np.uint16)).reshape(-1, 16)
+    return (values * scales.T[:, :, None]).reshape(16, size)
 
 
 def read_cache(shape: Shape, raw: Array, table: Array, num_tokens: int) -> tuple[Array, Array]:
     """Keys and values [num_tokens, num_kv_heads, size] of a request."""
     per_block = shape.block_size // 16
-    sub_bytes = DType(shape.format).num_bytes(16 * (shape.head_size + shape.head_size_v))
+    stored_v = 0 if shape.is_latent else shape.head_size_v
+    sub_bytes = DType(shape.format).num_bytes(16 * (shape.head_size + stored_v))
     keys = np.zeros((num_tokens, shape.num_kv_heads, shape.head_size))
     values = np.zeros((num_tokens, shape.num_kv_heads, shape.head_size_v))
     for first in range(0, num_tokens, 16):
@@ -116,17 +145,38 @@ def as_stored_query(shape: Shape, q: Array) -> Array:
     return (codes.astype(np.float64) * largest / 127).reshape(q.shape)
 
 
-def attend(q: Array, keys: Array, values: Array, first_position: int) -> Array:
+@dataclass(frozen=True)
+class Scoring:
+    """What a layer does to its scores; to base 2, as they are."""
+
+    soft_cap: float = 0.0
+    sinks: Array | None = None  # [num_heads]
+
+
+def attend(
+    shape: Shape,
+    q: Array,
+    keys: Array,
+    values: Array,
+    first_position: int,
+    scoring: Scoring | None = None,
+) -> Array:
     """Softmax attention to base 2 of q [num_queries, num_heads, size], in float64."""
-    heads_per_kv = q.shape[1] // keys.shape[1]
+    scoring = scoring or Scoring()
+    sinks = np.full(shape.num_heads, -np.inf) if scoring.sinks is None else scoring.sinks
     out = np.zeros((*q.shape[:2], values.shape[-1]))
     for i in range(len(q)):
-        end = first_position + i + 1
-        for head in range(q.shape[1]):
-            kv_head = head // heads_per_kv
-            scores = keys[:end, kv_head].astype(np.float64) @ q[i, head]
-            weights = np.exp2(scores - scores.max())
-            out[i, head] = weights @ values[:end, kv_head] / weights.sum()
+        position = first_position + i
+        seen = slice(shape.first_visible(position), position + 1)
+        for kv_head in range(shape.num_kv_heads):
+            heads = slice(kv_head * shape.heads_per_kv, (kv_head + 1) * shape.heads_per_kv)
+            scores = q[i, heads] @ keys[seen, kv_head].T  # [heads_per_kv, num_keys]
+            if scoring.soft_cap:
+                scores = scoring.soft_cap * np.tanh(scores / scoring.soft_cap)
+            with_sink = np.column_stack((scores, sinks[heads]))
+            weights = np.exp2(with_sink - with_sink.max(axis=1, keepdims=True))
+            weights /= weights.sum(axis=1, keepdims=True)
+            out[i, heads] = weights[:, :-1] @ values[seen, kv_head]
     return out.reshape(len(q), -1)
 
 
@@ -187,9 +237,16 @@ def empty_queries(shape: Shape, num_tokens: int) -> Array:
 def random_rows(shape: Shape, seq_lens: list[int], seed: int = 1) -> list[Array]:
     """qkv rows with scores that matter: some keys dominate, most have a say."""
     rng = np.random.default_rng(seed)
-    width = (shape.num_heads + shape.num_kv_heads) * shape.head_size
-    width += shape.num_kv_heads * shape.head_size_v
-    return [rng.normal(0, 1.2, (n, width)).astype(np.float32) for n in seq_lens]
+    return [rng.normal(0, 1.2, (n, shape.row_width)).astype(np.float32) for n in seq_lens]
+
+
+def uniform_rows(shape: Shape, num_tokens: int, key: float = 0.0) -> Array:
+    """All scores equal: q = 1 and constant keys; the value of token j is j everywhere."""
+    num_q, num_k = shape.num_heads * shape.head_size, shape.num_kv_heads * shape.head_size
+    rows = np.full((num_tokens, shape.row_width), key)
+    rows[:, :num_q] = 1
+    rows[:, num_q + num_k :] = np.arange(num_tokens)[:, None]
+    return rows.astype(np.float32)
 
 
 def run(
@@ -201,7 +258,8 @@ def run(
 ) -> dict[int, Array]:
     """Attend with queries [first, end) of each named request, in this order, as one step.
 
-    Equal layers run one after another; the last one's result is left.
+    Columns of the block table that no query sees name a block full of NaNs. Equal layers run one
+    after another; the last one's result is left.
     """
     shape = stored.shape
     q = np.concatenate([stored.queries[r][a:b] for r, (a, b) in num_queries.items()])
@@ -209,16 +267,20 @@ def run(
     starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     seq_lens = np.array([b for _, b in num_queries.values()], np.int32)
     width = max(len(stored.tables[r]) for r in num_queries) + 1
+    raw = np.concatenate((stored.raw, np.full_like(stored.raw[:1], 0xFF)))
     table = np.zeros((len(num_queries), width), np.int32)
-    for i, r in enumerate(num_queries):
+    for i, (r, (first, _)) in enumerate(num_queries.items()):
         table[i, : len(stored.tables[r])] = stored.tables[r]
+        table[i, : shape.first_visible(first) // shape.block_size] = len(raw) - 1
     out = np.full((len(q), shape.num_heads * shape.head_size_v), np.nan, np.float32)
     step = native.attention.AttentionStep(starts, seq_lens, table)
-    (layer or stored.layer).attend(np.stack([stored.raw] * num_layers), q, step, out)
+    (layer or stored.layer).attend(np.stack([raw] * num_layers), q, step, out)
     return {r: out[starts[i] : starts[i + 1]] for i, r in enumerate(num_queries)}
 
 
-def expected(stored: Stored, request: int, first: int, end: int) -> Array:
+def expected(
+    stored: Stored, request: int, first: int, end: int, scoring: Scoring | None = None
+) -> Array:
     keys, values = read_cache(stored.shape, stored.raw, stored.tables[request], end)
     q = as_stored_query(stored.shape, stored.queries[request][first:end])
-    return attend(q, keys, values, first)
+    return attend(stored.shape, q, keys, values, first, scoring)

@@ -16,6 +16,7 @@ class DType(Enum):
     FLOAT32 = "float32"
     FLOAT16 = "float16"
     BFLOAT16 = "bfloat16"
+    FP8 = "fp8"  # a byte per value, no scales; for plans: no backend computes with it
     INT8 = "int8"
 
     def num_bytes(self, num_values: int) -> int:
@@ -33,7 +34,7 @@ class DType(Enum):
                     "choose bfloat16 or a head size that is a multiple of 32"
                 )
             return num_values // _INT8_GROUP * _INT8_GROUP_BYTES
-        return num_values * (4 if self is DType.FLOAT32 else 2)
+        return num_values * _VALUE_BYTES[self]
 
     @classmethod
     def parse(cls, name: object) -> DType:
@@ -48,3 +49,6 @@ class DType(Enum):
                 return dtype
         known = ", ".join(dtype.value for dtype in cls)
         raise ConfigError(f"unknown dtype {name!r:.80}; choose one of {known}")
+
+
+_VALUE_BYTES = {DType.FLOAT32: 4, DType.FLOAT16: 2, DType.BFLOAT16: 2, DType.FP8: 1}

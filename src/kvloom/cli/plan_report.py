@@ -22,10 +22,10 @@ Row = tuple[str, str, str]  # what it is, the number, where it comes from
 def as_json(planned: Planned) -> str:
     """The plan as one object; workers are KVCacheConfig objects, field by field."""
     plan = planned.plan
-    spec = plan.configs[0].kv_cache_groups[0].kv_cache_spec
+    block_size = next(iter(planned.specs.values())).block_size
     summary = {
         "max_model_len": plan.max_model_len,
-        "block_size": spec.block_size,
+        "block_size": block_size,
         "num_blocks": plan.num_blocks,
         "max_concurrency": plan.max_concurrency,
         "padding_percent": plan.padding_percent,
@@ -84,16 +84,13 @@ def _layer_rows(planned: Planned) -> list[Row]:
 
 
 def _pool_rows(plan: KVCachePlan) -> list[Row]:
-    tightest = plan.available_bytes.index(min(plan.available_bytes))
+    tightest = _tightest(plan)
     available, block_bytes = plan.available_bytes[tightest], plan.block_bytes[tightest]
     config = plan.configs[tightest]
     left_over = available - plan.num_blocks * block_bytes
     return [
-        *(
-            (f"group {i}", f"{len(group.layer_names)} layers", "share one block table")
-            for i, group in enumerate(config.kv_cache_groups)
-        ),
-        ("block", f"{block_bytes:,} B", "over all layers of a group"),
+        *_group_rows(plan),
+        ("block", f"{block_bytes:,} B", "any group may take it: as large as the largest"),
         ("num_blocks", f"{plan.num_blocks:,}", f"{available:,} B // {block_bytes:,} B"),
         ("usable blocks", f"{plan.num_blocks - 1:,}", "block 0 is reserved: it means no block"),
         *(
@@ -101,13 +98,30 @@ def _pool_rows(plan: KVCachePlan) -> list[Row]:
             for size, count in Counter(t.size for t in config.kv_cache_tensors).items()
         ),
         ("left over", f"{left_over:,} B", "less than a block"),
-        ("padding", f"{plan.padding_percent:.2f} %", "of the pool, as groups differ in bytes"),
+        ("padding", f"{plan.padding_percent:.2f} %", "of a request's blocks: no layer fills it"),
+    ]
+
+
+def _tightest(plan: KVCachePlan) -> int:
+    return plan.available_bytes.index(min(plan.available_bytes))
+
+
+def _group_rows(plan: KVCachePlan) -> list[Row]:
+    tightest = _tightest(plan)
+    groups = plan.configs[tightest].kv_cache_groups
+    return [
+        (
+            f"group {i}",
+            f"{len(group.layer_names)} layers",
+            f"in blocks of {group.kv_cache_spec.block_size} tokens: {num_bytes:,} B",
+        )
+        for i, (group, num_bytes) in enumerate(zip(groups, plan.group_bytes[tightest], strict=True))
     ]
 
 
 def _request_rows(planned: Planned) -> list[Row]:
     plan, request = planned.plan, planned.request
-    stored = KVLimits(plan.max_model_len, request.max_num_batched_tokens).max_stored_tokens
+    limits = KVLimits(plan.max_model_len, request.max_num_batched_tokens)
     if request.max_model_len != AUTO:
         length_note = f"as asked; the model was made for {request.model_max_len}"
     elif plan.max_model_len == request.model_max_len:
@@ -117,14 +131,46 @@ def _request_rows(planned: Planned) -> list[Row]:
     return [
         ("max_model_len", f"{plan.max_model_len}", length_note),
         ("KV per token", f"{plan.kv_bytes_per_token:,} B", "over all layers"),
-        (
-            "blocks of a request",
-            f"{plan.num_blocks_per_request:,}",
-            f"for {stored} stored tokens: the last of max_model_len is never stored",
-        ),
-        (
-            "max_concurrency",
-            f"{plan.max_concurrency:.3f}",
-            f"{plan.num_blocks - 1:,} / {plan.num_blocks_per_request:,} requests of that length",
-        ),
+        _blocks_of_a_request(planned, limits),
+        *_reserve_rows(plan, limits),
+        _concurrency_row(planned),
     ]
+
+
+def _blocks_of_a_request(planned: Planned, limits: KVLimits) -> Row:
+    plan = planned.plan
+    if planned.request.layout == "vllm":
+        note = f"for {plan.max_model_len} tokens, and the chunk in flight beside each window"
+    else:
+        stored = limits.max_stored_tokens
+        note = f"for {stored} stored tokens: the last of max_model_len is never stored"
+    by_group = _sum_of([cost.num_steady_blocks for cost in plan.group_costs])
+    return "blocks of a request", f"{plan.num_blocks_per_request:,}", by_group + note
+
+
+def _reserve_rows(plan: KVCachePlan, limits: KVLimits) -> list[Row]:
+    """What chunks in flight hold beyond these; where nothing has a window, nothing."""
+    if not plan.num_reserved_blocks:
+        return []
+    by_group = _sum_of([cost.num_reserved_blocks for cost in plan.group_costs])
+    chunk = f"once for all requests: windows with {limits.max_num_batched_tokens} tokens in flight"
+    return [("reserve", f"{plan.num_reserved_blocks:,}", by_group + chunk)]
+
+
+def _sum_of(by_group: list[int]) -> str:
+    """The groups' summands; one alone is the sum."""
+    return f"{' + '.join(map(str, by_group))}, " if len(by_group) > 1 else ""
+
+
+def _concurrency_row(planned: Planned) -> Row:
+    plan = planned.plan
+    usable, note = f"{plan.num_blocks - 1:,}", ""
+    if planned.request.layout == "vllm":
+        usable, note = f"{plan.num_blocks:,}", "; vLLM counts block 0, which holds none"
+    elif plan.num_reserved_blocks:
+        usable = f"({usable} - {plan.num_reserved_blocks:,})"
+    return (
+        "max_concurrency",
+        f"{plan.max_concurrency:.3f}",
+        f"{usable} / {plan.num_blocks_per_request:,} requests of that length{note}",
+    )

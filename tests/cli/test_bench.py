@@ -1,0 +1,110 @@
+"""`kvloom bench`: steps are measured in the shapes asked for, and kept for the simulation."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvloom.cli import bench_profile
+from kvloom.cli.bench_profile import count_work_of, measure_profile
+from kvloom.cli.main import main
+from kvloom.config import EngineConfig
+from kvloom.simulate.profile import attention_bytes, attention_flops, read_profile
+from kvloom.simulate.work import StepShape
+from tiny_folder import make_tiny_folder
+
+OPTIONS = {"backend": "reference", "max_num_batched_tokens": 48, "max_num_seqs": 4}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_tiny_folder(tmp_path_factory.mktemp("tiny"))
+
+
+class CostClock:
+    """A clock that a step moves by what it holds: made-up costs that the profile must find."""
+
+    def __init__(self, work) -> None:
+        self.now, self.work = 0.0, work
+
+    def cost(self, chunks) -> float:
+        seconds = 0.0
+        for chunk in chunks:
+            seconds += 0.001 * chunk[1] + 0.01
+            if chunk[1] == 1:
+                seconds += 1e-6 * attention_bytes(self.work, chunk)
+            else:
+                seconds += 1e-7 * attention_flops(self.work, chunk)
+        return seconds
+
+
+@pytest.fixture
+def profile(folder, monkeypatch):
+    config = EngineConfig.from_options({"model": str(folder), **OPTIONS})
+    clock = CostClock(count_work_of(config))
+    step = bench_profile.EngineCore.step
+
+    def timed_step(core):
+        schedule = core.scheduler.schedule
+
+        def watched():
+            output = schedule()
+            scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
+            chunks = [
+                (r.num_computed_tokens, scheduled[r.req_id]) for r in output.scheduled_new_reqs
+            ]
+            chunks += [
+                (n, scheduled[r])
+                for n, r in zip(cached.num_computed_tokens, cached.req_ids, strict=True)
+            ]
+            clock.now += clock.cost(chunks)
+            return output
+
+        core.scheduler.schedule = watched
+        try:
+            return step(core)
+        finally:
+            core.scheduler.schedule = schedule
+
+    monkeypatch.setattr(bench_profile.EngineCore, "step", timed_step)
+    monkeypatch.setattr(bench_profile.time, "perf_counter", lambda: clock.now)
+    return measure_profile(config, 1), clock
+
+
+def test_made_up_costs_are_found(profile):
+    measured, clock = profile
+    assert [count for count, _ in measured.chunk_seconds] == [1, 2, 4, 8, 16, 32, 48]
+    assert [count for count, _ in measured.decode_seconds] == [1, 2, 4]
+    for count, seconds in measured.chunk_seconds:
+        assert seconds == pytest.approx(clock.cost([(0, count)]))
+    assert measured.decode_seconds_per_byte == pytest.approx(1e-6, rel=0.01)
+    assert measured.chunk_seconds_per_flop == pytest.approx(1e-7, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [[(0, 16)], [(0, 40)], [(48, 48)], [(100, 20)], [(200, 1)], [(20, 1)] * 4, [(200, 1)] * 3],
+)
+def test_the_simulation_reckons_what_steps_took(profile, chunks):
+    """Between points there are straight lines; the attention of few tokens is next to nothing."""
+    measured, clock = profile
+    cost = measured.cost(clock.work, 1)
+    step = StepShape(chunks, len(chunks))
+    assert cost.step_seconds(step) == pytest.approx(clock.cost(chunks), rel=0.02)
+
+
+def test_a_profile_is_printed_saved_and_used(folder, tmp_path, capsys):
+    file = tmp_path / "here.json"
+    options = ["--backend", "reference", "--max-num-batched-tokens", "48", "--max-num-seqs", "4"]
+    args = ["--model", str(folder), *options, "--num-blocks", "100", "--rounds", "1"]
+    assert main(["bench", *args, "--save-profile", str(file)]) == 0
+    assert "One more token each" in capsys.readouterr().out
+    saved = read_profile(file)
+    assert (saved.model, saved.tensor_parallel_size) == (str(folder), 1)
+    steps = ["--max-num-batched-tokens", "48", "--max-num-seqs", "4", "--dtype", "float32"]
+    requests = ["--num-requests", "5", "--prompt-tokens", "8-30", "--output-tokens", "4"]
+    assert main(["simulate", str(folder), "--profile", str(file), *steps, *requests, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["num_failed"] == 0
+    assert data["per_token"]["p50"] > saved.decode_seconds[0][1] / 2
