@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvloom import errors
     from kvloom.config import EngineConfig
+    from kvloom.engine.async_llm import AsyncLLM
     from kvloom.engine.llm import LLM
     from kvloom.engine.outputs import CompletionOutput, RequestOutput, TextDelta
     from kvloom.request import SamplingParams
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CompletionOutput",
     "EngineConfig",
     "RequestOutput",
@@ -25,6 +27,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AsyncLLM": "kvloom.engine.async_llm",
     "LLM": "kvloom.engine.llm",
     "CompletionOutput": "kvloom.engine.outputs",
     "EngineConfig": "kvloom.config",

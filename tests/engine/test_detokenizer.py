@@ -1,14 +1,17 @@
 """Text rules of a stream. Expected texts are from the definitions, or from decoding all at once."""
 
 import random
+from collections import defaultdict
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+import kvloom.tokenizer
 from kvloom.engine.detokenizer import IncrementalDetokenizer
 from kvloom.request import SamplingParams
+from kvloom.tokenizer.tokenizer import SpecialTokens
 
 REPLACEMENT = "\ufffd"
 properties = settings(max_examples=150, deadline=None, derandomize=True, database=None)
@@ -28,15 +31,39 @@ class ByteDecoder:
         data = b"".join(special if piece is None else piece for piece in pieces)
         return data.decode("utf-8", "replace")
 
+    def plain_texts(self, skip_special_tokens):
+        special = "" if skip_special_tokens else "<s>"
+        return [special if piece is None else whole_text(piece) for piece in self.pieces]
 
-class RealDecoder:
-    """A `tokenizers` tokenizer behind the protocol."""
+
+def whole_text(piece: bytes) -> str | None:
+    text = piece.decode("utf-8", "replace")
+    return None if REPLACEMENT in text else text
+
+
+class NothingPlain:
+    """A decoder that vouches for no token: the text must be the same."""
+
+    def __init__(self, decoder) -> None:
+        self.decode = decoder.decode
+
+    def plain_texts(self, skip_special_tokens):
+        return defaultdict(lambda: None)
+
+
+class RealDecoder(NothingPlain):
+    """A `tokenizers` tokenizer behind the protocol; what it says depends on where a text begins."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
 
     def decode(self, ids, skip_special_tokens, spaces_between_special_tokens):
         return self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+
+def engine_tokenizer(tokenizer: Tokenizer) -> kvloom.tokenizer.Tokenizer:
+    """The decoder that the engine uses."""
+    return kvloom.tokenizer.Tokenizer(tokenizer, SpecialTokens())
 
 
 def byte_pieces(texts) -> list[bytes | None]:
@@ -46,6 +73,15 @@ def byte_pieces(texts) -> list[bytes | None]:
 
 def run(decoder, token_ids, params=None, *, group=1, prompt=()):
     """All deltas, the last one from finish(), and the detokenizer."""
+    deltas, detokenizer = run_once(decoder, token_ids, params, group=group, prompt=prompt)
+    without_plain, _ = run_once(
+        NothingPlain(decoder), token_ids, params, group=group, prompt=prompt
+    )
+    assert without_plain == deltas
+    return deltas, detokenizer
+
+
+def run_once(decoder, token_ids, params, *, group, prompt):
     detokenizer = IncrementalDetokenizer(decoder, params or SamplingParams(), prompt)
     groups = [token_ids[i : i + group] for i in range(0, len(token_ids), group)]
     deltas = [detokenizer.push(ids) for ids in groups]
@@ -301,6 +337,7 @@ def test_a_real_byte_level_tokenizer(byte_level, text, stops, group):
     full = byte_level.decode(ids)
     deltas, _ = run(RealDecoder(byte_level), ids, group=group)
     assert "".join(deltas) == full == text
+    assert run(engine_tokenizer(byte_level), ids, group=group)[0] == deltas
     stops += [text[3:5]] if text[3:5] else []
     stopped = run(RealDecoder(byte_level), ids, SamplingParams(stop=stops), group=group)[1]
     assert (stopped.text, stopped.stop_reason) == naive(full, stops)
@@ -369,6 +406,7 @@ def test_sentence_piece_reads_as_decoded_at_once(sentence_piece, parts, group):
     deltas, _ = run(RealDecoder(sentence_piece), ids, group=group, prompt=prompt)
     assert "".join(["the", *deltas]) == sentence_piece.decode(prompt + ids)
     assert not any(REPLACEMENT in delta for delta in deltas)
+    assert run(engine_tokenizer(sentence_piece), ids, group=group, prompt=prompt)[0] == deltas
 
 
 def test_a_stray_byte_among_byte_tokens_costs_no_character_before_it(sentence_piece):

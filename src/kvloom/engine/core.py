@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvloom.config import EngineConfig
-from kvloom.engine.stats import EngineStats, StepTimes
+from kvloom.engine.stats import EngineObserver, EngineStats, StepReport, StepTimes
 from kvloom.errors import CapacityError
 from kvloom.kv.manager import KVCacheManager
 from kvloom.kv.planner import KVCachePlan, PlanRequest, plan_kv_cache
@@ -36,8 +36,13 @@ class EngineCore:
     `step` is the other two.
     """
 
-    def __init__(self, config: EngineConfig, checkpoint: Checkpoint) -> None:
-        """Load the model, plan the cache and allocate it.
+    def __init__(
+        self,
+        config: EngineConfig,
+        checkpoint: Checkpoint,
+        observer: EngineObserver | None = None,
+    ) -> None:
+        """Load the model, plan the cache and allocate it; `observer` is told what happens then.
 
         Raises:
             ConfigError, ModelError, CapacityError: with the remedy.
@@ -53,10 +58,12 @@ class EngineCore:
             self.executor.initialize_kv_cache(self.plan.configs)
         self.max_model_len = self.plan.max_model_len
         limits = KVLimits(self.max_model_len, config.scheduler.max_num_batched_tokens)
+        self._observer = observer
+        log = None if observer is None else observer.events
         self.manager = KVCacheManager(
-            self.plan.configs[0], limits, has_prefix_cache=config.cache.has_prefix_cache
+            self.plan.configs[0], limits, has_prefix_cache=config.cache.has_prefix_cache, events=log
         )
-        self.scheduler = Scheduler(config.scheduler, self.manager, self.max_model_len)
+        self.scheduler = Scheduler(config.scheduler, self.manager, self.max_model_len, log)
 
     def _plan_kv_cache(self) -> KVCachePlan:
         specs = self.executor.get_kv_cache_specs()
@@ -94,18 +101,28 @@ class EngineCore:
             ) from error
         self._phase_seconds[name] = time.perf_counter() - start
 
-    def add_requests(self, requests: Iterable[Request]) -> None:
-        """Queue requests."""
+    def add_requests(self, requests: Iterable[Request], arrival: float | None = None) -> None:
+        """Queue requests that were handed in at `arrival`, by `time.perf_counter`, or now."""
         for request in requests:
             self.scheduler.add_request(request)
+            if self._observer is not None:
+                now = time.perf_counter() if arrival is None else arrival
+                self._observer.request_added(request, now)
 
     def abort(self, req_ids: Iterable[str]) -> None:
         """End requests in any state; unknown and finished ids are no error."""
-        self.scheduler.finish_requests(req_ids, RequestStatus.FINISHED_ABORT)
+        self._finish(req_ids, RequestStatus.FINISHED_ABORT)
 
     def stop(self, req_id: str, stop_string: str) -> None:
         """End a request whose text reached a stop string."""
-        self.scheduler.finish_requests([req_id], RequestStatus.FINISHED_STOP, stop_string)
+        self._finish([req_id], RequestStatus.FINISHED_STOP, stop_string)
+
+    def _finish(
+        self, req_ids: Iterable[str], status: RequestStatus, stop_string: str | None = None
+    ) -> None:
+        events = self.scheduler.finish_requests(req_ids, status, stop_string)
+        if events and self._observer is not None:
+            self._observer.requests_ended(events)
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do."""
@@ -119,16 +136,23 @@ class EngineCore:
         """
         start = time.perf_counter()
         output = self.scheduler.schedule()
+        device_start = time.perf_counter()
         try:
             handle = self.executor.execute_model(output)
             result = self.executor.sample_tokens(handle, output.grammar_bitmask)
         except BaseException as error:
             self.scheduler.fail_step(output, f"the step failed: {error!r}")
             raise
+        device_seconds = time.perf_counter() - device_start
         events = self.scheduler.update(output, result)
+        seconds = time.perf_counter() - start
         self._steps.num_steps += 1
         self._steps.num_scheduled_tokens += output.total_num_scheduled_tokens
-        self._steps.seconds += time.perf_counter() - start
+        self._steps.seconds += seconds
+        self._steps.device_seconds += device_seconds
+        if self._observer is not None:
+            report = StepReport(output, events, start, seconds, device_seconds)
+            self._observer.step_ended(report)
         return events
 
     @property

@@ -6,7 +6,7 @@ yet, and text that may be the beginning of a stop string.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from kvloom.request import SamplingParams
@@ -24,6 +24,12 @@ class Decoder(Protocol):
         self, ids: Sequence[int], skip_special_tokens: bool, spaces_between_special_tokens: bool
     ) -> str:
         """Text of `ids`; bytes that are not UTF-8 become U+FFFD."""
+
+    def plain_texts(self, skip_special_tokens: bool) -> Mapping[int, str | None]:
+        """By token id, what a token adds behind whole characters, whatever tokens they are from.
+
+        None where that depends on other tokens.
+        """
 
 
 class IncrementalDetokenizer:
@@ -65,7 +71,7 @@ class IncrementalDetokenizer:
         """Take generated tokens; returns the text they release. After a stop it is empty."""
         released = []
         for token_id in token_ids:
-            if self.is_stopped:
+            if self.stop_reason is not None:
                 break
             self.num_tokens += 1
             released.append(self._release(self._pieces.push(token_id)))
@@ -84,6 +90,9 @@ class IncrementalDetokenizer:
 
     def _release(self, new: str) -> str:
         """Add `new` to the text; returns what cannot become part of a stop string any more."""
+        if not self._params.stop:
+            self._released.append(new)
+            return new
         text = self._held + new
         found = self._find_stop(text)
         if found is not None:
@@ -91,7 +100,7 @@ class IncrementalDetokenizer:
             is_kept = self._params.include_stop_str_in_output
             end = begin + len(self.stop_reason) if is_kept else begin
         else:
-            end = len(text) - max((_overlap(text, s) for s in self._params.stop), default=0)
+            end = len(text) - max(_overlap(text, stop) for stop in self._params.stop)
         self._held = text[end:]
         self._released.append(text[:end])
         return text[:end]
@@ -123,8 +132,9 @@ def _overlap(text: str, stop: str) -> int:
 class _PieceDecoder:
     """Decodes token by token and never splits a character.
 
-    A token's text may depend on the tokens before it, so a window of them is decoded as a whole,
-    and what it says beyond the text already known is new:
+    Most tokens are plain: behind whole characters they add a text of their own, and the tokens
+    before them matter no more. The text of others depends on the tokens before them, so a window of
+    those is decoded as a whole, and what it says beyond the text already known is new:
 
         window   [ t t t t t | t t ]     | = num_closed: no character is open up to here
         text     [ known        | open ]  open = trailing U+FFFD that may become a character
@@ -137,6 +147,7 @@ class _PieceDecoder:
     def __init__(self, decoder: Decoder, params: SamplingParams, context: Sequence[int]) -> None:
         self._decoder = decoder
         self._params = params
+        self._plain_texts = decoder.plain_texts(params.skip_special_tokens)
         self._window = list(context)
         self._known = self._decode(self._window)
         self._open = ""
@@ -144,14 +155,18 @@ class _PieceDecoder:
 
     def push(self, token_id: int) -> str:
         """The text that became final by this token."""
+        if not self._open:
+            plain = self._plain_texts[token_id]
+            if plain is not None:
+                self._forget_closed(len(self._window))
+                return plain
         self._window.append(token_id)
         text = self._decode(self._window)
         if text and text == self._known + self._open and not self._decode([token_id]):
             self._window.pop()  # a skipped special token: it would push the real context out
             return ""
         if not text.startswith(self._known):
-            del self._window[: self._num_closed]
-            self._known, self._num_closed = "", 0
+            self._forget_closed(self._num_closed)
             text = self._decode(self._window)
         new = text[len(self._known) : len(text) - _num_open(text)]
         self._known += new
@@ -163,6 +178,12 @@ class _PieceDecoder:
         """The text of a character that stays incomplete."""
         rest, self._open = self._open, ""
         return rest
+
+    def _forget_closed(self, num_tokens: int) -> None:
+        """Start the window anew behind its first `num_tokens`, whose text is final."""
+        if num_tokens:
+            del self._window[:num_tokens]
+            self._known, self._num_closed = "", 0
 
     def _shorten(self, is_closed: bool) -> None:
         if is_closed:

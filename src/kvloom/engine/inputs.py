@@ -12,7 +12,7 @@ import numpy as np
 from kvloom.errors import ConfigError, RequestError
 from kvloom.request import Request, ResolvedSamplingParams, SamplingParams
 from kvloom.sampling.sampler import derive_seed
-from kvloom.tokenizer import Tokenizer
+from kvloom.tokenizer import ChatOptions, Tokenizer
 
 Prompt = str | Sequence[int]
 Message = dict[str, Any]
@@ -45,7 +45,12 @@ class InputProcessor:
         self._seed = seed
         self._num_prompts = 0
 
-    def prepare_chat(self, messages: Sequence[Message], params: SamplingParams) -> PreparedPrompt:
+    def prepare_chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams,
+        options: ChatOptions | None = None,
+    ) -> PreparedPrompt:
         """Render messages with the model's chat template, which places BOS itself."""
         if not self._tokenizer.has_chat_template:
             raise ConfigError("the model has no chat template; use generate with a plain prompt")
@@ -53,7 +58,7 @@ class InputProcessor:
             raise _no_messages(messages)
         if not len(messages):
             raise RequestError("messages", "empty; give at least one message")
-        text = self._tokenizer.render_chat(messages)
+        text = self._tokenizer.render_chat(messages, options)
         ids = self._tokenizer.encode(text, add_special_tokens=False)
         return self._check(text, ids, params)
 
@@ -97,8 +102,12 @@ class InputProcessor:
         req_ids: Sequence[str],
         prompt: PreparedPrompt,
         params: SamplingParams,
+        cache_salt: str | None = None,
     ) -> list[Request]:
-        """One request per choice: `req_ids` has params.n entries."""
+        """One request per choice: `req_ids` has params.n entries.
+
+        Requests share cached prefixes only with those of the same `cache_salt`.
+        """
         base_seed = params.seed
         if base_seed is None:
             base_seed = derive_seed(self._seed, self._num_prompts)
@@ -118,7 +127,7 @@ class InputProcessor:
                 eos_token_ids=self._limits.eos_token_ids,
                 bad_words_token_ids=bad_words,
             )
-            requests.append(Request(req_id, prompt.token_ids, resolved))
+            requests.append(Request(req_id, prompt.token_ids, resolved, cache_salt))
         return requests
 
     def _bad_words_token_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:

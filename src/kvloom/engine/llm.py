@@ -9,11 +9,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 from kvloom.config import EngineConfig
-from kvloom.engine.core import EngineCore
 from kvloom.engine.inputs import (
-    InputProcessor,
     Message,
-    ModelLimits,
     Params,
     PreparedPrompt,
     Prompt,
@@ -23,14 +20,12 @@ from kvloom.engine.inputs import (
     is_chat,
 )
 from kvloom.engine.interrupt import deferred_interrupt
+from kvloom.engine.loading import as_config, load_engine
 from kvloom.engine.outputs import Generation, RequestOutput, TextDelta
 from kvloom.engine.progress import progress_bar
 from kvloom.engine.stats import EngineStats
 from kvloom.errors import ConfigError
 from kvloom.request import Request, SamplingParams
-from kvloom.tokenizer import load_tokenizer
-from kvloom.weights.checkpoint import open_checkpoint
-from kvloom.weights.source import resolve_model
 
 
 class LLM:
@@ -49,20 +44,9 @@ class LLM:
         Raises:
             ConfigError, ModelError, CapacityError: with the remedy.
         """
-        if config is not None and not isinstance(config, EngineConfig):
-            raise ConfigError(f"{config!r} is no EngineConfig; write LLM(model=...)")
-        if config is not None and options:
-            raise ConfigError("give an EngineConfig or options, not both")
-        self.config = config or EngineConfig.from_options(options)
-        checkpoint = open_checkpoint(resolve_model(self.config.model.model))
-        self.tokenizer = load_tokenizer(checkpoint)
-        self._core = EngineCore(self.config, checkpoint)
-        limits = ModelLimits(
-            self._core.max_model_len,
-            self._core.executor.vocab_size,
-            self.tokenizer.eos_token_ids,
-        )
-        self._inputs = InputProcessor(self.tokenizer, limits, self.config.model.seed)
+        self.config = as_config(config, options)
+        engine = load_engine(self.config)
+        self.tokenizer, self._core, self._inputs = engine.tokenizer, engine.core, engine.inputs
         self._ids = itertools.count()
         self._running: dict[str, Generation] = {}
         # Threads may share an LLM: whoever steps, steps for all.

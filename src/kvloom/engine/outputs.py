@@ -54,12 +54,77 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """What one step added to one choice; `finish_reason` is set on its last delta."""
+    """What was added to one choice; `finish_reason` is set on its last delta.
+
+    Attributes:
+        logprobs: one entry per token of `token_ids`, if asked for.
+    """
 
     index: int
     text: str
     token_ids: list[int]
     finish_reason: str | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Choice:
+    """One choice on its way.
+
+    Attributes:
+        num_told_chars, num_told_tokens: what deltas have told of it.
+        is_end_told: whether a delta has told that it ended.
+    """
+
+    output: CompletionOutput
+    params: ResolvedSamplingParams
+    detokenizer: IncrementalDetokenizer
+    num_told_chars: int = 0
+    num_told_tokens: int = 0
+    is_end_told: bool = False
+
+    def push(self, event: RequestEvent) -> None:
+        """Add what `event` says of this choice."""
+        output, detokenizer = self.output, self.detokenizer
+        is_last = event.finish_reason is not None
+        output.token_ids += event.new_token_ids
+        output.logprobs += event.logprobs
+        text = detokenizer.push(self._visible(event) if is_last else event.new_token_ids)
+        if is_last:
+            text += detokenizer.finish()
+        if text:
+            output.text += text
+        if detokenizer.stop_reason is not None:
+            output.finish_reason, output.stop_reason = "stop", detokenizer.stop_reason
+        elif is_last:
+            output.finish_reason, output.stop_reason = event.finish_reason, event.stop_reason
+            output.error = event.error
+
+    def take_delta(self) -> TextDelta | None:
+        """What was added since the last call, if anything was."""
+        output = self.output
+        has_ended = output.finish_reason is not None
+        if self.is_end_told or not (has_ended or len(output.token_ids) > self.num_told_tokens):
+            return None
+        text = output.text[self.num_told_chars :]
+        token_ids = output.token_ids[self.num_told_tokens :]
+        logprobs = output.logprobs[self.num_told_tokens :]
+        self.num_told_chars += len(text)
+        self.num_told_tokens += len(token_ids)
+        self.is_end_told = has_ended
+        return TextDelta(output.index, text, token_ids, output.finish_reason, logprobs)
+
+    def _visible(self, event: RequestEvent) -> Sequence[int]:
+        """A stop token ends the text without being part of it, unless the user keeps it."""
+        ids = event.new_token_ids
+        if (
+            event.finish_reason == "stop"
+            and ids
+            and ids[-1] in self.params.all_stop_token_ids
+            and not self.params.include_stop_str_in_output
+        ):
+            return ids[:-1]
+        return ids
 
 
 class Generation:
@@ -69,17 +134,16 @@ class Generation:
         self, tokenizer: Tokenizer, prompt: PreparedPrompt, requests: Sequence[Request]
     ) -> None:
         self.req_ids = [request.req_id for request in requests]
-        self.output = RequestOutput(
-            prompt.text,
-            prompt.token_ids,
-            [CompletionOutput(index) for index in range(len(requests))],
-        )
-        self._index = {req_id: index for index, req_id in enumerate(self.req_ids)}
-        self._params = [request.sampling_params for request in requests]
-        self._detokenizers = [
-            IncrementalDetokenizer(tokenizer, one, prompt.token_ids) for one in self._params
-        ]
-        self._deltas: list[TextDelta] = []
+        self._choices = {
+            request.req_id: _Choice(
+                CompletionOutput(index),
+                request.sampling_params,
+                IncrementalDetokenizer(tokenizer, request.sampling_params, prompt.token_ids),
+            )
+            for index, request in enumerate(requests)
+        }
+        outputs = [choice.output for choice in self._choices.values()]
+        self.output = RequestOutput(prompt.text, prompt.token_ids, outputs)
 
     @property
     def unfinished_req_ids(self) -> list[str]:
@@ -88,9 +152,9 @@ class Generation:
         return [req_id for req_id, choice in pairs if choice.finish_reason is None]
 
     def take_deltas(self) -> list[TextDelta]:
-        """What was added since the last call."""
-        deltas, self._deltas = self._deltas, []
-        return deltas
+        """What was added to each choice since the last call."""
+        deltas = [choice.take_delta() for choice in self._choices.values()]
+        return [delta for delta in deltas if delta is not None]
 
     def push(self, event: RequestEvent) -> str | None:
         """Add one event.
@@ -98,35 +162,9 @@ class Generation:
         Returns:
             The stop string that just ended the choice while its request still runs, or None.
         """
-        index = self._index[event.req_id]
-        choice = self.output.outputs[index]
-        detokenizer = self._detokenizers[index]
-        self.output.prompt_logprobs += event.prompt_logprobs
-        self.output.num_cached_tokens = max(self.output.num_cached_tokens, event.num_cached_tokens)
-        choice.token_ids += event.new_token_ids
-        choice.logprobs += event.logprobs
-        text = detokenizer.push(self._visible(event, self._params[index]))
-        if event.finish_reason is not None and not detokenizer.is_stopped:
-            text += detokenizer.finish()
-        if detokenizer.is_stopped:
-            choice.finish_reason, choice.stop_reason = "stop", detokenizer.stop_reason
-        elif event.finish_reason is not None:
-            choice.finish_reason, choice.stop_reason = event.finish_reason, event.stop_reason
-            choice.error = event.error
-        choice.text += text
-        self._deltas.append(TextDelta(index, text, event.new_token_ids, choice.finish_reason))
-        still_runs = event.finish_reason is None
-        return detokenizer.stop_reason if detokenizer.is_stopped and still_runs else None
-
-    @staticmethod
-    def _visible(event: RequestEvent, params: ResolvedSamplingParams) -> Sequence[int]:
-        """A stop token ends the text without being part of it, unless the user keeps it."""
-        ids = event.new_token_ids
-        if (
-            event.finish_reason == "stop"
-            and ids
-            and ids[-1] in params.all_stop_token_ids
-            and not params.include_stop_str_in_output
-        ):
-            return ids[:-1]
-        return ids
+        output = self.output
+        output.prompt_logprobs += event.prompt_logprobs
+        output.num_cached_tokens = max(output.num_cached_tokens, event.num_cached_tokens)
+        choice = self._choices[event.req_id]
+        choice.push(event)
+        return choice.detokenizer.stop_reason if event.finish_reason is None else None

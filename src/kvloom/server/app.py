@@ -1,0 +1,172 @@
+"""The HTTP application: which path does what."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from importlib.resources import files
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import HTMLResponse, JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from kvloom.server.cache_view import cache_events
+from kvloom.server.chat import start_chat
+from kvloom.server.completions import start_completion
+from kvloom.server.connection import EventStream
+from kvloom.server.errors import add_error_handlers
+from kvloom.server.gate import Gate
+from kvloom.server.replies import send
+from kvloom.server.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from kvloom.server.state import ServerState
+from kvloom.server.tokens import detokenize, tokenize
+
+
+class ErrorDetail(BaseModel):
+    """What is wrong, in which field."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorReply(BaseModel):
+    """What every refused request gets."""
+
+    error: ErrorDetail
+
+
+_REFUSALS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorReply, "description": description}
+    for status, description in (
+        (400, "not valid, or not supported"),
+        (401, "no API key, or a wrong one"),
+        (404, "no such model"),
+        (408, "the body came too slowly"),
+        (413, "the body is too large"),
+        (429, "too many requests wait"),
+        (503, "not ready yet, or shutting down"),
+    )
+}
+
+
+def make_app(state: ServerState) -> ASGIApp:
+    """The application over `state`, which may get its engine later."""
+    # FastAPI's own pages about the paths load their scripts from elsewhere.
+    app = FastAPI(
+        title="kvloom",
+        version=version("kvloom"),
+        responses=_REFUSALS,
+        docs_url=None,
+        redoc_url=None,
+    )
+    add_error_handlers(app)
+    _add_information(app, state)
+    _add_generation(app, state)
+    _drop_unused_status(app)
+    gate: ASGIApp = Gate(app, state.settings)
+    if state.settings.cors_origins:
+        gate = CORSMiddleware(
+            gate,
+            allow_origins=list(state.settings.cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id"],
+        )
+    return gate
+
+
+def _add_generation(app: FastAPI, state: ServerState) -> None:
+    @app.post("/v1/chat/completions", summary="Answer a conversation")
+    async def chat_completions(request: Request, body: ChatRequest) -> Response:
+        return await send(request, body, start_chat(state, body, _request_id(request)))
+
+    @app.post("/v1/completions", summary="Complete prompts")
+    async def completions(request: Request, body: CompletionRequest) -> Response:
+        return await send(request, body, start_completion(state, body, _request_id(request)))
+
+    @app.post("/tokenize", summary="Token ids of a text or a conversation")
+    async def tokenize_text(body: TokenizeRequest) -> Response:
+        return JSONResponse(await tokenize(state.engine_for(body.model), body))
+
+    @app.post("/detokenize", summary="The text of token ids")
+    async def detokenize_ids(body: DetokenizeRequest) -> Response:
+        return JSONResponse(await detokenize(state.engine_for(body.model), body))
+
+
+def _add_information(app: FastAPI, state: ServerState) -> None:
+    page = files("kvloom.server").joinpath("cache.html").read_text("utf-8")
+
+    def model_card(name: str) -> dict[str, Any]:
+        max_model_len = None if state.engine is None else state.engine.max_model_len
+        return {
+            "id": name,
+            "object": "model",
+            "created": state.created,
+            "owned_by": "kvloom",
+            "root": state.model_name,
+            "max_model_len": max_model_len,
+        }
+
+    @app.get("/v1/models", summary="The served models")
+    async def models() -> Response:
+        names = state.settings.served_model_names
+        return JSONResponse({"object": "list", "data": [model_card(name) for name in names]})
+
+    @app.get("/v1/models/{name:path}", summary="One served model")
+    async def model(name: str) -> Response:
+        state.engine_for(name)
+        return JSONResponse(model_card(name))
+
+    @app.get("/health", summary="Whether requests are taken: 200, else 503")
+    async def health() -> Response:
+        state.engine_for(None)
+        return JSONResponse({"status": "ready"})
+
+    @app.get("/metrics", summary="Metrics for Prometheus")
+    async def metrics() -> Response:
+        if state.engine is not None:
+            await state.engine.inspect(state.metrics.read_engine)
+        return Response(state.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/cache", summary="A page that shows the KV cache live")
+    async def cache_page() -> Response:
+        return HTMLResponse(page)
+
+    @app.get("/cache/events", summary="What that page shows, as server-sent events")
+    async def cache_updates() -> Response:
+        engine = state.engine_for(None)
+        return EventStream(cache_events(engine, state.metrics), state.take_view())
+
+    @app.get("/version", summary="kvloom's version")
+    async def kvloom_version() -> Response:
+        return JSONResponse({"version": app.version})
+
+
+def _drop_unused_status(app: FastAPI) -> None:
+    """FastAPI describes 422 for bodies that are not valid; here they get 400."""
+    describe = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        schema = describe()
+        for path in schema["paths"].values():
+            for operation in path.values():
+                operation["responses"].pop("422", None)
+        return schema
+
+    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's documented way
+
+
+def _request_id(request: Request) -> str:
+    request_id: str = request.scope["kvloom.request_id"]
+    return request_id

@@ -1,0 +1,336 @@
+"""The bodies of requests. An unknown field is refused by name; nothing is accepted and ignored."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from kvloom.errors import RequestError
+from kvloom.request import MAX_LOGPROBS, SamplingParams
+from kvloom.tokenizer import ChatOptions
+
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Number = Annotated[float, Field(ge=-1e9, le=1e9)]
+
+_MAX_STOPS = 64  # each is looked for at every token
+_LEGACY_MAX_TOKENS = 16  # of /v1/completions, as OpenAI has it
+
+
+class StrictModel(BaseModel):
+    """Takes JSON's types as they are."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(StrictModel):
+    """How a stream ends."""
+
+    include_usage: bool = False
+
+
+class SamplingFields(StrictModel):
+    """What chat and completion requests have in common. null stands for the default."""
+
+    model: str | None = Field(None, description="the served model, if given")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Int64 | None = None
+    max_tokens: Int64 | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    seed: Int64 | None = None
+    stop: str | Annotated[list[str], Field(max_length=_MAX_STOPS)] | None = None
+    logit_bias: dict[str, Number] | None = None
+    user: str | None = Field(None, max_length=512, description="written to the access log")
+    top_k: Int64 | None = Field(None, description="extra: keep this many most likely tokens")
+    min_p: Number | None = Field(
+        None, description="extra: drop tokens less likely than this share of the likeliest"
+    )
+    repetition_penalty: Number | None = Field(
+        None, description="extra: divides positive logits of tokens seen"
+    )
+    min_tokens: Int64 | None = Field(None, description="extra: no end among so many first tokens")
+    ignore_eos: bool | None = Field(None, description="extra: do not end at an end-of-text token")
+    stop_token_ids: list[TokenId] | None = Field(None, description="extra: ids that end the text")
+    cache_salt: str | None = Field(
+        None, description="extra: share cached prefixes only with requests of the same salt"
+    )
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _has_token_ids(cls, biases: dict[str, float] | None) -> dict[str, float] | None:
+        for key in biases or ():
+            if not key.isdecimal() or len(key) > 10:
+                raise ValueError(f"{key!r} is not a token id")
+        return biases
+
+    @field_validator("cache_salt")
+    @classmethod
+    def _is_salt(cls, salt: str | None) -> str | None:
+        if salt == "":
+            raise ValueError("an empty salt isolates nothing; leave it out")
+        return salt
+
+    @model_validator(mode="after")
+    def _streams_with_options(self) -> SamplingFields:
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options", "only a stream has them; set stream to true")
+        return self
+
+    @property
+    def num_choices(self) -> int:
+        """Choices per prompt."""
+        return 1 if self.n is None else self.n
+
+    @property
+    def wants_usage_chunk(self) -> bool:
+        """Whether the last chunk of a stream tells the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def sampling_params(self, **more: Any) -> SamplingParams:
+        """The engine's parameters.
+
+        Raises:
+            RequestError: one is not valid.
+        """
+        given = {name: getattr(self, name) for name in _SAMPLING_NAMES} | more
+        if self.logit_bias is not None:
+            given["logit_bias"] = {int(key): bias for key, bias in self.logit_bias.items()}
+        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+
+
+_SAMPLING_NAMES = (
+    "n",
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "stop",
+    "stop_token_ids",
+    "min_tokens",
+    "ignore_eos",
+)
+
+
+class CompletionRequest(SamplingFields):
+    """POST /v1/completions."""
+
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+    @model_validator(mode="after")
+    def _echoes_once(self) -> CompletionRequest:
+        # The prompt is scored once, for the first choice, which others may overtake in a stream.
+        if self.echo and self.logprobs is not None and self.stream and self.num_choices > 1:
+            raise RequestError("n", "a stream that echoes log-probabilities has one choice")
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Each prompt: a text or token ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if self.prompt and isinstance(self.prompt[0], int):
+            return [[i for i in self.prompt if isinstance(i, int)]]
+        return [prompt for prompt in self.prompt if not isinstance(prompt, int)]
+
+    @property
+    def only_echoes(self) -> bool:
+        """Whether the prompt is wanted back with nothing behind it, to score it."""
+        return self.max_tokens == 0 and bool(self.echo) and not self.stream
+
+    def params(self) -> SamplingParams:
+        """The engine's parameters; it generates one token even where none is wanted."""
+        max_tokens = _LEGACY_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        return self.sampling_params(
+            max_tokens=1 if self.only_echoes else max_tokens,
+            logprobs=self.logprobs,
+            prompt_logprobs=self.logprobs if self.echo else None,
+        )
+
+
+class TextPart(StrictModel):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(StrictModel):
+    """What the model called: `arguments` is a JSON object as a text."""
+
+    name: str
+    arguments: str
+
+    @property
+    def decoded(self) -> Any:
+        """The arguments as an object, as chat templates expect them."""
+        return json.loads(self.arguments)
+
+    @field_validator("arguments")
+    @classmethod
+    def _is_object(cls, text: str) -> str:
+        try:
+            is_object = isinstance(json.loads(text), dict)
+        except (ValueError, RecursionError):
+            is_object = False
+        if not is_object:
+            raise ValueError("it is not a JSON object written as a text")
+        return text
+
+
+class ToolCall(StrictModel):
+    """A call in an earlier answer."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(StrictModel):
+    """One message of a conversation. `refusal` is only there so that answers may be sent back."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    refusal: None = None
+
+    @property
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates know messages."""
+        content = self.content
+        if isinstance(content, list):
+            content = "".join(part.text for part in content)
+        message: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": content,
+        }
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": call.type,
+                    "function": {"name": call.function.name, "arguments": call.function.decoded},
+                }
+                for call in self.tool_calls
+            ]
+        for key in ("name", "tool_call_id"):
+            if getattr(self, key) is not None:
+                message[key] = getattr(self, key)
+        return message
+
+
+class FunctionDefinition(StrictModel):
+    """A function the model may call; `parameters` is a JSON schema."""
+
+    name: str = Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.-]+$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(StrictModel):
+    """A tool the model may use."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class TextFormat(StrictModel):
+    """Free text; JSON formats are not supported yet."""
+
+    type: Literal["text"]
+
+
+class ChatRequest(SamplingFields):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: Int64 | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    response_format: TextFormat | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: Literal[True] | None = None
+    documents: list[dict[str, Any]] | None = Field(
+        None, description="extra: texts for chat templates that know documents"
+    )
+    add_generation_prompt: bool = Field(True, description="extra: begin the assistant's answer")
+    continue_final_message: bool = Field(False, description="extra: go on with the last message")
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError("top_logprobs", "set logprobs to true to get them")
+        if None not in (self.max_tokens, self.max_completion_tokens):
+            raise RequestError("max_tokens", "give it or max_completion_tokens, not both")
+        if self.tool_choice == "auto" and not self.tools:
+            raise RequestError("tool_choice", "there are no tools to choose from")
+        return self
+
+    @property
+    def uses_tools(self) -> bool:
+        """Whether the model is offered tools."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    def params(self, *, keeps_special_tokens: bool) -> SamplingParams:
+        """The engine's parameters; some models write calls with special tokens."""
+        return self.sampling_params(
+            max_tokens=self.max_tokens
+            if self.max_tokens is not None
+            else self.max_completion_tokens,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            skip_special_tokens=not keeps_special_tokens,
+        )
+
+    def options(self) -> ChatOptions:
+        """What the chat template is given beside the messages."""
+        tools = [t.model_dump(exclude_none=True) for t in self.tools or ()]
+        return ChatOptions(
+            tools=tools if self.uses_tools else None,
+            documents=self.documents,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+        )
+
+
+class TokenizeRequest(StrictModel):
+    """POST /tokenize: a text, or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool | None = Field(None, description="of a prompt; true if not given")
+    messages: list[Message] | None = None
+    add_generation_prompt: bool | None = Field(
+        None, description="of a conversation; true if not given"
+    )
+
+    @model_validator(mode="after")
+    def _is_one_of_both(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise RequestError("prompt", "give a prompt, or messages")
+        if self.prompt is None and self.add_special_tokens is not None:
+            raise RequestError("add_special_tokens", "the chat template places them")
+        if self.messages is None and self.add_generation_prompt is not None:
+            raise RequestError("add_generation_prompt", "only a conversation has one")
+        return self
+
+
+class DetokenizeRequest(StrictModel):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[TokenId]

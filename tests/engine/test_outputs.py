@@ -1,0 +1,88 @@
+"""Events of a prompt's choices, and the deltas they are told in."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvloom.engine.inputs import PreparedPrompt
+from kvloom.engine.outputs import Generation, TextDelta
+from kvloom.request import Request, ResolvedSamplingParams
+from kvloom.step import RequestEvent, TokenLogprobs
+
+
+class Letters:
+    """Token 0 is "a", 1 is "b", and so on."""
+
+    def decode(self, ids, skip_special_tokens, spaces_between_special_tokens):
+        return "".join(chr(ord("a") + i) for i in ids)
+
+    def plain_texts(self, skip_special_tokens):
+        return [chr(ord("a") + i) for i in range(26)]
+
+
+def make_generation(num_choices: int = 1, **params) -> Generation:
+    resolved = ResolvedSamplingParams(seed=0, max_tokens=99, **params)
+    requests = [Request(f"r{i}", [9], resolved) for i in range(num_choices)]
+    return Generation(Letters(), PreparedPrompt(None, [9]), requests)
+
+
+def test_a_delta_is_what_was_added_since_the_last() -> None:
+    generation = make_generation()
+    assert generation.take_deltas() == []
+    generation.push(RequestEvent("r0", [0]))
+    generation.push(RequestEvent("r0", [1, 2]))
+    assert generation.take_deltas() == [TextDelta(0, "abc", [0, 1, 2])]
+    assert generation.take_deltas() == []
+    generation.push(RequestEvent("r0", [3], finish_reason="length"))
+    assert generation.take_deltas() == [TextDelta(0, "d", [3], "length")]
+    assert generation.take_deltas() == []
+    assert generation.output.is_finished
+
+
+def test_choices_have_deltas_of_their_own() -> None:
+    generation = make_generation(3)
+    generation.push(RequestEvent("r2", [2]))
+    generation.push(RequestEvent("r0", [0]))
+    assert generation.take_deltas() == [TextDelta(0, "a", [0]), TextDelta(2, "c", [2])]
+    assert generation.unfinished_req_ids == ["r0", "r1", "r2"]
+    generation.push(RequestEvent("r1", [], finish_reason="abort"))
+    assert generation.take_deltas() == [TextDelta(1, "", [], "abort")]
+    assert generation.unfinished_req_ids == ["r0", "r2"]
+
+
+def test_held_text_is_told_at_the_end() -> None:
+    generation = make_generation(stop=("abc",))
+    generation.push(RequestEvent("r0", [0, 1]))
+    assert generation.take_deltas() == [TextDelta(0, "", [0, 1])]
+    generation.push(RequestEvent("r0", [], finish_reason="abort"))
+    assert generation.take_deltas() == [TextDelta(0, "ab", [], "abort")]
+    assert generation.output.outputs[0].text == "ab"
+
+
+def test_a_stop_string_ends_the_choice_at_once() -> None:
+    generation = make_generation(stop=("bc",))
+    assert generation.push(RequestEvent("r0", [0, 1])) is None
+    assert generation.push(RequestEvent("r0", [2])) == "bc"
+    assert generation.take_deltas() == [TextDelta(0, "a", [0, 1, 2], "stop")]
+    # The step that was under way may end it once more; nothing of that is told.
+    assert generation.push(RequestEvent("r0", [3], finish_reason="length")) is None
+    [choice] = generation.output.outputs
+    assert (choice.text, choice.finish_reason, choice.stop_reason) == ("a", "stop", "bc")
+    assert generation.take_deltas() == []
+
+
+@pytest.mark.parametrize(("is_kept", "text"), [(False, "a"), (True, "ac")])
+def test_a_stop_token_is_text_only_on_request(is_kept: bool, text: str) -> None:
+    generation = make_generation(stop_token_ids=(2,), include_stop_str_in_output=is_kept)
+    generation.push(RequestEvent("r0", [0, 2], finish_reason="stop", stop_reason=2))
+    [choice] = generation.output.outputs
+    assert (choice.text, choice.token_ids, choice.stop_reason) == (text, [0, 2], 2)
+
+
+def test_log_probabilities_of_the_prompt_alone_are_no_delta() -> None:
+    generation = make_generation()
+    scores = [TokenLogprobs(9, -1.0, 1, ())]
+    generation.push(RequestEvent("r0", [], prompt_logprobs=scores, num_cached_tokens=4))
+    assert generation.take_deltas() == []
+    assert generation.output.prompt_logprobs == scores
+    assert generation.output.num_cached_tokens == 4
