@@ -1,0 +1,140 @@
+"""What a step computed, in vLLM's words."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from vllm.v1.outputs import LogprobsLists, LogprobsTensors
+from vllm.v1.outputs import ModelRunnerOutput as VllmOutput
+
+from kvloom.step import ModelRunnerOutput, TokenLogprobs, TokenMask
+from kvloom.vllm_plugin.steps import KnownRequest
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """Log-probabilities as vLLM has them: the token itself first, then the most likely ones.
+
+    Attributes:
+        token_ids: int32 [num_rows, num_top + 1].
+        logprobs: float32 [num_rows, num_top + 1].
+        ranks: int32 [num_rows], of the token itself.
+    """
+
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    ranks: NDArray[np.int32]
+
+
+def substitute_failed(
+    result: ModelRunnerOutput, known: Mapping[str, KnownRequest]
+) -> dict[str, list[int]]:
+    """A token for every request that could not be sampled: one that ends it, if there is one.
+
+    vLLM has no way to fail a single request, and one without its token would run forever.
+    """
+    tokens = {}
+    for req_id, reason in result.errors.items():
+        logger.error("request %s: %s", req_id, reason)
+        tokens[req_id] = [min(known[req_id].params.stop_token_ids, default=0)]
+    return tokens
+
+
+def to_vllm(
+    req_ids: Sequence[str],
+    result: ModelRunnerOutput,
+    known: Mapping[str, KnownRequest],
+) -> VllmOutput:
+    """The output of one of vLLM's steps, whose requests are `req_ids`."""
+    sampled = result.sampled_token_ids
+    return VllmOutput(
+        req_ids=list(req_ids),
+        req_id_to_index={req_id: i for i, req_id in enumerate(req_ids)},
+        sampled_token_ids=[sampled.get(req_id, []) for req_id in req_ids],
+        logprobs=_sampled_logprobs(req_ids, result.logprobs) if result.logprobs else None,
+        prompt_logprobs_dict=_take_prompt_logprobs(sampled, known),
+    )
+
+
+def collect_prompt_logprobs(result: ModelRunnerOutput, known: Mapping[str, KnownRequest]) -> None:
+    """Keep what a step added until the prompt has all: vLLM takes them at once."""
+    for req_id, scores in result.prompt_logprobs.items():
+        collected = known[req_id].prompt_logprobs
+        if collected is not None:
+            collected += scores
+
+
+def token_mask(
+    grammar: Any | None, req_ids: Sequence[str], known: Mapping[str, KnownRequest]
+) -> TokenMask | None:
+    """Which tokens the requests of a step may sample: by their grammar, and by `allowed`.
+
+    `grammar` is vLLM's GrammarOutput; row i of its int32 bitmask is of its i-th request.
+    """
+    rows: dict[str, int] = {}
+    masks: list[NDArray[np.uint32]] = []
+    if grammar is not None:
+        rows = {req_id: i for i, req_id in enumerate(grammar.structured_output_request_ids)}
+        masks = list(grammar.grammar_bitmask.view(np.uint32))
+    for req_id in req_ids:
+        allowed = known[req_id].allowed
+        if allowed is None:
+            continue
+        if req_id in rows:
+            masks[rows[req_id]] = masks[rows[req_id]] & allowed
+        else:
+            rows[req_id] = len(masks)
+            masks.append(allowed)
+    return TokenMask(rows, np.stack(masks)) if rows else None
+
+
+def _sampled_logprobs(
+    req_ids: Sequence[str], logprobs: Mapping[str, list[TokenLogprobs]]
+) -> LogprobsLists:
+    """One row per request; those that ask for none have zeros, which nobody reads."""
+    entries = [logprobs[req_id][0] if req_id in logprobs else None for req_id in req_ids]
+    num_top = max(len(entry.top) for entry in entries if entry is not None)
+    table = _table(entries, num_top)
+    return LogprobsLists(table.token_ids, table.logprobs, table.ranks)
+
+
+def _take_prompt_logprobs(
+    sampled: Mapping[str, list[int]], known: Mapping[str, KnownRequest]
+) -> dict[str, Any]:
+    """Of the requests whose prompt is complete, which is when they sample their first token."""
+    taken = {}
+    for req_id in sampled:
+        request = known[req_id]
+        if request.prompt_logprobs is None:
+            continue
+        num_top = request.params.prompt_logprobs or 0
+        table = _table(request.prompt_logprobs, num_top)
+        taken[req_id] = LogprobsTensors(
+            torch.from_numpy(table.token_ids),
+            torch.from_numpy(table.logprobs),
+            torch.from_numpy(table.ranks),
+        )
+        request.prompt_logprobs = None
+    return taken
+
+
+def _table(entries: Sequence[TokenLogprobs | None], num_top: int) -> _Table:
+    token_ids = np.zeros((len(entries), num_top + 1), np.int32)
+    logprobs = np.zeros((len(entries), num_top + 1), np.float32)
+    ranks = np.zeros(len(entries), np.int32)
+    for i, entry in enumerate(entries):
+        if entry is None:
+            continue
+        width = len(entry.top) + 1
+        token_ids[i, :width] = [entry.token_id, *(token_id for token_id, _ in entry.top)]
+        logprobs[i, :width] = [entry.logprob, *(logprob for _, logprob in entry.top)]
+        ranks[i] = entry.rank
+    return _Table(token_ids, logprobs, ranks)

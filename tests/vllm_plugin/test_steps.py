@@ -1,0 +1,154 @@
+"""vLLM's SchedulerOutput in kvloom's words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from vllm import SamplingParams
+from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+
+from kvloom.step import MAX_EXTRA_LOGITS_ROWS
+from kvloom.vllm_plugin.specs import GroupMap
+from kvloom.vllm_plugin.steps import StepTranslator
+
+ONE_GROUP = GroupMap((0,), is_identity=True)
+
+
+def new_request(req_id: str, prompt: list[int], **given: Any) -> NewRequestData:
+    fields = {
+        "mm_features": [],
+        "sampling_params": SamplingParams(temperature=0),
+        "pooling_params": None,
+        "block_ids": ([1],),
+        "num_computed_tokens": 0,
+        "lora_request": None,
+    }
+    return NewRequestData(req_id=req_id, prompt_token_ids=prompt, **(fields | given))
+
+
+def step(scheduled: dict[str, int], **given: Any) -> SchedulerOutput:
+    output = SchedulerOutput.make_empty()
+    output.num_scheduled_tokens = scheduled
+    output.total_num_scheduled_tokens = sum(scheduled.values())
+    for name, value in given.items():
+        setattr(output, name, value)
+    return output
+
+
+def cached(req_ids: list[str], blocks: list[Any], computed: list[int], **given: Any) -> Any:
+    fields = {"resumed_req_ids": set(), "new_token_ids": [], "all_token_ids": {}}
+    return CachedRequestData(
+        req_ids=req_ids,
+        new_block_ids=blocks,
+        num_computed_tokens=computed,
+        num_output_tokens=[0] * len(req_ids),
+        **(fields | given),
+    )
+
+
+def translator(groups: GroupMap = ONE_GROUP) -> StepTranslator:
+    return StepTranslator(groups, vocab_size=100, seed=0)
+
+
+def test_new_and_cached_requests() -> None:
+    steps = translator(GroupMap((1, 0, 1), is_identity=False))
+    [first] = steps.translate(
+        step({"a": 3}, scheduled_new_reqs=[new_request("a", [5, 6, 7], block_ids=([1], [2]))])
+    )
+    assert first.scheduled_new_reqs[0].block_ids == ([2], [1], [2])
+    assert first.num_scheduled_tokens == {"a": 3}
+    [second] = steps.translate(
+        step(
+            {"a": 1},
+            scheduled_cached_reqs=cached(["a"], [None], [3]),
+            kv_cache_block_copies=[KVCacheBlockCopy(4, 9)],
+            finished_req_ids={"b"},
+        )
+    )
+    assert second.scheduled_cached_reqs.new_block_ids == [([], [], [])]
+    assert second.scheduled_cached_reqs.resumed_from_preemption == [False]
+    assert second.block_copies == [(4, 9)]
+    assert second.finished_req_ids == {"b"}
+
+
+def test_a_preempted_request_comes_back_in_either_of_vllms_ways() -> None:
+    """As a cached one with all of its tokens, or as a new one with those to compute."""
+    steps = translator()
+    steps.translate(step({"a": 2}, scheduled_new_reqs=[new_request("a", [5, 6])]))
+    data = cached(["a"], [([3, 4],)], [0], resumed_req_ids={"a"}, all_token_ids={"a": [5, 6, 7, 8]})
+    [as_cached] = steps.translate(step({"a": 4}, scheduled_cached_reqs=data))
+    again = new_request("a", [5, 6], prefill_token_ids=[5, 6, 7, 8], block_ids=([3, 4],))
+    [as_new] = steps.translate(step({"a": 4}, scheduled_new_reqs=[again]))
+    assert as_new == as_cached
+    assert as_new.scheduled_new_reqs == []
+    assert as_new.scheduled_cached_reqs.resumed_from_preemption == [True]
+    assert as_new.scheduled_cached_reqs.new_token_ids == [[7, 8]]
+
+
+def test_an_id_that_finished_is_new_again() -> None:
+    steps = translator()
+    steps.translate(step({"a": 2}, scheduled_new_reqs=[new_request("a", [5, 6])]))
+    again = new_request("a", [5, 6, 7], prefill_token_ids=[5, 6, 7])
+    [found] = steps.translate(step({"a": 3}, scheduled_new_reqs=[again], finished_req_ids={"a"}))
+    assert [new.prompt_token_ids for new in found.scheduled_new_reqs] == [[5, 6, 7]]
+
+
+def test_a_longer_prompt_under_a_running_id_starts_anew() -> None:
+    steps = translator()
+    steps.translate(step({"a": 2}, scheduled_new_reqs=[new_request("a", [5, 6])]))
+    output = step({"a": 3}, scheduled_new_reqs=[new_request("a", [5, 6, 7])])
+    [found] = steps.translate(output)
+    assert found.finished_req_ids == {"a"}
+    assert len(found.scheduled_new_reqs) == 1
+    assert output.finished_req_ids == set()  # vLLM's own is left alone
+
+
+def test_long_prompts_that_are_scored_come_in_parts() -> None:
+    room = MAX_EXTRA_LOGITS_ROWS
+    scored = SamplingParams(temperature=0, prompt_logprobs=1)
+    lengths = {"plain": 5000, "long": 3 * room, "short": 10}
+    news = [
+        new_request("plain", [1] * 5000),
+        new_request("long", [2] * 3 * room, sampling_params=scored, num_computed_tokens=0),
+        new_request("short", [3] * 10, sampling_params=scored),
+    ]
+    steps = translator()
+    found = steps.translate(step(lengths, scheduled_new_reqs=news))
+    assert len(found[0].scheduled_new_reqs) == 3
+    totals = {
+        req_id: sum(s.num_scheduled_tokens.get(req_id, 0) for s in found) for req_id in lengths
+    }
+    assert totals == lengths
+    assert set(found[-1].num_scheduled_tokens) == set(lengths)
+    computed = dict.fromkeys(lengths, 0)
+    for part in found:
+        extra = sum(n - 1 for r, n in part.num_scheduled_tokens.items() if r != "plain")
+        assert extra <= room
+        diffs = part.scheduled_cached_reqs
+        for req_id, num_tokens in zip(diffs.req_ids, diffs.num_computed_tokens, strict=True):
+            assert num_tokens == computed[req_id]
+        for req_id, num_tokens in part.num_scheduled_tokens.items():
+            computed[req_id] += num_tokens
+    assert not any(part.num_scheduled_tokens.get("plain") for part in found[:-1])
+
+
+def test_requests_without_a_seed_get_different_ones() -> None:
+    steps = translator()
+    news = [new_request(name, [1], sampling_params=SamplingParams()) for name in "ab"]
+    news.append(new_request("c", [1], sampling_params=SamplingParams(seed=-5)))
+    [found] = steps.translate(step(dict.fromkeys("abc", 1), scheduled_new_reqs=news))
+    seeds = [new.sampling_params.seed for new in found.scheduled_new_reqs]
+    assert len(set(seeds)) == 3
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_allowed_tokens_are_bits() -> None:
+    params = SamplingParams(allowed_token_ids=[0, 33, 99])
+    steps = translator()
+    steps.translate(
+        step({"a": 1}, scheduled_new_reqs=[new_request("a", [1], sampling_params=params)])
+    )
+    expected = np.array([1, 1 << 1, 0, 1 << 3], np.uint32)
+    np.testing.assert_array_equal(steps.known["a"].allowed, expected)
