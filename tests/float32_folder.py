@@ -64,25 +64,39 @@ def derive_cases(gguf: Path) -> list[Case]:
     ids = tokenizer(_TEXT.read_text(encoding="utf-8")).input_ids
     ids *= max(LENGTHS) // len(ids) + 2
     model = load_model(gguf)
-    return [_answer(model, ids[7 * i : 7 * i + length]) for i, length in enumerate(LENGTHS)]
+    prompts = [ids[7 * i : 7 * i + length] for i, length in enumerate(LENGTHS)]
+    return [follow(model, prompt, _generate(model, prompt)) for prompt in prompts]
 
 
 @torch.inference_mode()
-def _answer(model: Any, prompt: list[int]) -> Case:
-    result = model(torch.tensor([prompt]), use_cache=True)
-    scores = result.logits[0].log_softmax(-1)  # [num_tokens, vocab_size]
+def follow(model: Any, prompt: list[int], tokens: list[int]) -> Case:
+    """The best token and its log-probability at each step along a text, and the prompt's own."""
     scored = prompt[1:] if len(prompt) <= MAX_SCORED else []
-    prompt_logprobs = [_rounded(scores[i, token]) for i, token in enumerate(scored)]
-    tokens: list[int] = []
-    logprobs: list[float] = []
-    while True:
-        tokens.append(int(scores[-1].argmax()))
-        logprobs.append(_rounded(scores[-1].max()))
-        if len(tokens) == NUM_NEW_TOKENS:
-            return Case(prompt, tokens, logprobs, prompt_logprobs)
-        last = torch.tensor([tokens[-1:]])
-        result = model(last, past_key_values=result.past_key_values, use_cache=True)
-        scores = result.logits[0].log_softmax(-1)
+    text = prompt + tokens[:-1]
+    num_rows = len(text) if scored else len(tokens)
+    scores = model(torch.tensor([text]), logits_to_keep=num_rows).logits[0].log_softmax(-1)
+    best = scores[-len(tokens) :].max(dim=-1)
+    return Case(
+        prompt,
+        best.indices.tolist(),
+        [_rounded(value) for value in best.values],
+        [_rounded(scores[i, token]) for i, token in enumerate(scored)],
+    )
+
+
+@torch.inference_mode()
+def _generate(model: Any, prompt: list[int]) -> list[int]:
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        min_new_tokens=NUM_NEW_TOKENS,
+        max_new_tokens=NUM_NEW_TOKENS,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    new: list[int] = out[0, len(prompt) :].tolist()
+    return new
 
 
 def _rounded(logprob: Any) -> float:
