@@ -86,7 +86,7 @@ class BadBuilder:
     """Calls of a program's builder that may or may not fit together."""
 
     def __init__(self, library: Any, team: Any, rng: random.Random) -> None:
-        self.library, self.rng = library, rng
+        self.kernels, self.rng = library, rng
         slots = [library.SlotSpec(i == 3, self.pick([4096], [0, 128, 256])) for i in range(4)]
         most = {f"max_num_{name}": self.pick([1, 8], [-1]) for name in ("tokens", "rows")}
         length = self.pick([64], [0, 2**40])
@@ -105,10 +105,10 @@ class BadBuilder:
     def operand(self, width: int = 32) -> Any:
         width = self.pick([width], [1, 4, 32, 64, -1])
         columns = self.pick([(0, 0)], [(0, 64), (32, 64), (-1, 64), (0, 2**31 - 1)])
-        return self.library.Operand(self.slot(), self.pick([False], [True]), width, *columns)
+        return self.kernels.Operand(self.slot(), self.pick([False], [True]), width, *columns)
 
     def weight(self, num_matrices: int = 1, is_gated: bool = False) -> Any:
-        return self.library.WeightPool().allocate(
+        return self.kernels.WeightPool().allocate(
             self.pick(["F32", "Q8"], ["BF16", "Q4"]),
             is_gated,
             self.pick([64 if is_gated else 32], [33, 64]),
@@ -121,8 +121,8 @@ class BadBuilder:
 
     def layer(self) -> Any:
         rng = self.rng
-        order = self.library.ExpertOrder(2, 2, self.pick([8], [1, 2**30]))
-        return self.library.ExpertLayer(
+        order = self.kernels.ExpertOrder(2, 2, self.pick([8], [1, 2**30]))
+        return self.kernels.ExpertLayer(
             order=order,
             routes=self.operand(4),
             scales=self.pick([None, np.ones(2, np.float32)], [self.vector()]),
@@ -182,7 +182,7 @@ class BadBuilder:
 
     def routing(self) -> Any:
         rng = self.rng
-        return self.library.Routing(
+        return self.kernels.Routing(
             num_experts=self.pick([32], [1, 64, 0, 2**20]),
             num_choices=self.pick([2], [1, 16, 0, -1]),
             score=rng.choice(["softmax", "sigmoid", "softmax_of_chosen"]),
@@ -194,7 +194,7 @@ class BadBuilder:
         )
 
     def other_calls(self) -> list[Callable[[], Any]]:
-        program, library, weight = self.program, self.library, self.weight
+        program, library, weight = self.program, self.kernels, self.weight
         memory = library.LayerMemory(np.zeros(64, np.int8), 1, self.number() % 80)
         return [
             lambda: program.attend(self.number(), memory, 0, self.operand(), 0.0, None),
@@ -208,7 +208,7 @@ class BadBuilder:
     def run(self) -> None:
         """A step over whatever has been accepted."""
         self.program.finish()
-        batch = self.library.BatchArrays(
+        batch = self.kernels.BatchArrays(
             token_ids=np.zeros(1, np.int64),
             positions=np.zeros(1, np.int64),
             logits_rows=np.zeros(1, np.int64),
@@ -242,7 +242,7 @@ def main(seconds: float, seed: int) -> None:
         try:
             kind = rng.randrange(3)
             if kind == 0:
-                build_badly(backend.library, backend.team, rng)
+                build_badly(backend.kernels, backend.team, rng)
             else:
                 make = valid_batch if kind == 1 else hostile_batch
                 runner.executable.forward(make(rng))

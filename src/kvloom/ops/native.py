@@ -52,7 +52,7 @@ class NativeBackend:
     """Kernels in C++ for this machine's instruction set.
 
     Attributes:
-        library: the module of that instruction set.
+        kernels: the module of that instruction set.
         team: the threads of this rank, for whoever else computes between steps.
     """
 
@@ -65,9 +65,9 @@ class NativeBackend:
         Raises:
             ConfigError: there is none in this installation.
         """
-        self.library: ModuleType = load_native()
-        self.team: Any = self.library.ThreadTeam(num_threads)
-        self._pool = self.library.WeightPool()
+        self.kernels: ModuleType = load_native()
+        self.team: Any = self.kernels.ThreadTeam(num_threads)
+        self._pool = self.kernels.WeightPool()
         self._gated: frozenset[str] = frozenset()
 
     def compile(
@@ -77,7 +77,7 @@ class NativeBackend:
         tape = fuse(record(model, communicator.world_size))
         # Gate and up are packed side by side, so this must be known when they are.
         self._gated = frozenset(_gate_names(tape))
-        return NativeProgram(tape, (self.library, self.team), communicator, sizes)
+        return NativeProgram(tape, (self.kernels, self.team), communicator, sizes)
 
     def pack(self, parameter: Parameter, array: npt.ArrayLike) -> Any:
         """A vector as float32; a matrix packed as F32.
@@ -128,7 +128,7 @@ class NativeBackend:
 
     def allocate_kv(self, size_bytes: int) -> npt.NDArray[np.int8]:
         """`size_bytes` zero bytes; the system hands out (huge) pages as they are written."""
-        raw: npt.NDArray[np.int8] = self.library.allocate_bytes(size_bytes)
+        raw: npt.NDArray[np.int8] = self.kernels.allocate_bytes(size_bytes)
         return raw
 
     def view_kv(

@@ -50,7 +50,7 @@ class ReferenceBackend:
         self, parameter: Parameter, packed: PackedFormat, parts: Iterable[StoredRows]
     ) -> Any:
         """Never called: `packs_stored_rows` is false."""
-        raise NotImplementedError
+        raise NotImplementedError  # a caller that asks has not read `packs_stored_rows`
 
     def pack(self, parameter: Parameter, array: npt.ArrayLike) -> Array:
         """The array itself, as float32.

@@ -91,7 +91,7 @@ def _choose_native(
     for layer in model.get_kv_spec().layers:
         if (problem := find_problem(make_kv_cache_spec(layer, block_size))) is not None:
             raise ConfigError(f"the native backend {problem}; use backend reference")
-    sampler = NativeSampler(backend.library, backend.team, model.vocab_size)
+    sampler = NativeSampler(backend.kernels, backend.team, model.vocab_size)
     weights_dtype = resolve_packed_dtype(config, dtypes)
     logger.info(
         "backend native: weights %s, computed in %s, KV %s, %d threads",
