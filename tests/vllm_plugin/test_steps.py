@@ -134,6 +134,18 @@ def test_long_prompts_that_are_scored_come_in_parts() -> None:
     assert not any(part.num_scheduled_tokens.get("plain") for part in found[:-1])
 
 
+def test_a_cut_prompt_keeps_a_token_for_the_last_step() -> None:
+    room = MAX_EXTRA_LOGITS_ROWS
+    scored = SamplingParams(temperature=0, prompt_logprobs=1)
+    lengths = {"first": room - 50, "second": 100}  # 51 rows are left, and the second wants 99
+    news = [new_request(r, [1] * n, sampling_params=scored) for r, n in lengths.items()]
+    found = translator().translate(step(lengths, scheduled_new_reqs=news))
+    assert [part.num_scheduled_tokens for part in found] == [
+        {"second": 99},
+        lengths | {"second": 1},
+    ]
+
+
 def test_requests_without_a_seed_get_different_ones() -> None:
     steps = translator()
     news = [new_request(name, [1], sampling_params=SamplingParams()) for name in "ab"]
