@@ -11,6 +11,7 @@ from typing import Any
 from kvloom.errors import RequestError
 
 MAX_LOGPROBS = 50
+MAX_PRIORITY = 2**31 - 1  # in both directions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +113,15 @@ def check_unicode(name: str, text: str) -> None:
         raise RequestError(
             name, f"character {error.start} is half of a surrogate pair; send valid Unicode"
         ) from None
+
+
+def check_priority(priority: Any) -> None:
+    """Refuse what is no priority.
+
+    Raises:
+        RequestError: it is no integer, or too large.
+    """
+    _check_range("priority", priority, int, (-MAX_PRIORITY, MAX_PRIORITY))
 
 
 _OPTIONAL = frozenset(
@@ -223,7 +233,6 @@ class Request:
     """
 
     __slots__ = (
-        "arrival",
         "block_hashes",
         "cache_salt",
         "num_bypasses",
@@ -231,6 +240,8 @@ class Request:
         "num_computed_tokens",
         "num_preemptions",
         "num_prompt_tokens",
+        "place",
+        "priority",
         "req_id",
         "sampling_params",
         "status",
@@ -244,21 +255,24 @@ class Request:
         prompt_token_ids: Sequence[int],
         sampling_params: ResolvedSamplingParams,
         cache_salt: str | None = None,
+        priority: int = 0,
     ) -> None:
-        """Prompt and parameters are those the engine has checked."""
+        """Prompt and parameters are those the engine has checked; a lower `priority` runs first."""
         if cache_salt == "":
             raise RequestError("cache_salt", "an empty salt isolates nothing; leave it out")
+        check_priority(priority)
         self.req_id = req_id
         self.token_ids: list[int] = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.sampling_params = sampling_params
         self.cache_salt = cache_salt
+        self.priority = priority
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0  # of the first admission: what the prefix cache saved
         self.num_preemptions = 0
-        self.arrival = 0  # its place in line: how many requests the scheduler took before it
+        self.place = (0, 0)  # in the order that the scheduler keeps; given when it is added
         self.num_bypasses = 0  # requests behind it in line that entered before it
         self.block_hashes: list[bytes] = []  # one per full block, grown by the KV cache manager
 

@@ -142,3 +142,30 @@ def test_one_bad_prompt_runs_nothing(llm: LLM) -> None:
 def test_params_must_match_prompts(llm: LLM) -> None:
     with pytest.raises(RequestError, match="2 for 3 prompts"):
         llm.generate(["a", "b", "c"], [greedy(), greedy()])
+
+
+def test_priorities_decide_who_runs_first(folder: Path) -> None:
+    llm = LLM(model=str(folder), num_blocks=20, max_num_seqs=1, max_model_len=LIMIT)
+    step, ended = llm._core.step, []
+
+    def spied_step():
+        events = step()
+        ended.extend(e.req_id for e in events if e.finish_reason is not None)
+        return events
+
+    llm._core.step = spied_step
+    llm.generate([[1], [2], [3]], greedy(max_tokens=1), priority=[1, 0, -1])
+    assert ended == ["2", "1", "0"]
+    llm.generate([[1], [2]], greedy(max_tokens=1), priority=7)
+    messages = [[{"role": "user", "content": ""}]] * 2
+    llm.chat(messages, greedy(max_tokens=1, truncate_prompt_tokens=4), priority=[1, 0])
+    assert ended[3:] == ["3", "4", "6", "5"]
+    assert [d.finish_reason for d in llm.stream([1], greedy(max_tokens=1), priority=1)] == [
+        "length"
+    ]
+    for priority, reason in [([1], "1 for 2 prompts"), ("high", "integer"), ([1, 0.5], "integer")]:
+        with pytest.raises(RequestError, match=f"priority.*{reason}"):
+            llm.generate([[1], [2]], greedy(), priority=priority)
+    with pytest.raises(RequestError, match="priority"):
+        llm.stream([1], greedy(), priority=None)
+    llm.shutdown()

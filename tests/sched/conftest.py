@@ -32,9 +32,9 @@ class Setup:
     events: EventLog
 
     def add(self, req_id: str, prompt, max_tokens: int = 1, **params) -> Request:
-        salt = params.pop("cache_salt", None)
+        salt, priority = params.pop("cache_salt", None), params.pop("priority", 0)
         sampling = ResolvedSamplingParams(seed=0, max_tokens=max_tokens, **params)
-        request = Request(req_id, prompt, sampling, salt)
+        request = Request(req_id, prompt, sampling, salt, priority)
         self.scheduler.add_request(request)
         self.manager.check()
         return request

@@ -147,7 +147,7 @@ def test_the_final_message_goes_on(live: LiveServer) -> None:
         ({"tool_choice": "auto"}, "tool_choice"),
         ({"documents": [{"text": "x"}]}, "documents"),
         ({"continue_final_message": True}, "continue_final_message"),
-        ({"priority": 1}, "priority"),
+        ({"priority": "high"}, "priority"),
         ({"store": True}, "store"),
         ({"echo": True}, "echo"),
     ],

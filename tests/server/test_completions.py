@@ -161,6 +161,18 @@ def test_cached_tokens_follow_from_blocks_and_salt(live: LiveServer) -> None:
     assert [cached("a"), cached("a"), cached("b"), cached("b")] == [0, 32, 0, 32]
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_priority_reaches_the_engine(live: LiveServer, path: str, monkeypatch) -> None:
+    submitted = []
+    submit = live.engine.submit
+    monkeypatch.setattr(live.engine, "submit", lambda s: submitted.append(s) or submit(s))
+    prompt = {"messages": [{"role": "user", "content": "x"}]} if "chat" in path else {"prompt": "x"}
+    for more in ({}, {"priority": -3}):
+        answer = live.post(path, {**prompt, "max_tokens": 1, **more})
+        assert answer.status_code == 200, answer.text
+    assert [submission.priority for submission in submitted] == [0, -3]
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -195,7 +207,8 @@ def test_cached_tokens_follow_from_blocks_and_salt(live: LiveServer) -> None:
         ({"cache_salt": ""}, "cache_salt"),
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 2}, "best_of"),
-        ({"priority": 1}, "priority"),
+        ({"priority": 0.5}, "priority"),
+        ({"priority": 2**31}, "priority"),
         ({"no such": 1}, "no such"),
     ],
 )

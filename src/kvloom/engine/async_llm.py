@@ -29,11 +29,13 @@ class Submission:
 
     Attributes:
         cache_salt: prefixes are shared only with requests of the same salt.
+        priority: lower ones run first.
     """
 
     prompts: Sequence[PreparedPrompt]
     params: SamplingParams
     cache_salt: str | None = None
+    priority: int = 0
 
 
 class RequestStream:
@@ -131,25 +133,37 @@ class AsyncLLM:
         """Choices that wait or run."""
         return self._num_open_choices
 
-    async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestOutput:
-        """Complete one prompt (a text or token ids).
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
+    ) -> RequestOutput:
+        """Complete one prompt (a text or token ids); a lower `priority` runs first.
 
         Raises:
             RequestError: the prompt or a parameter is not valid.
             UnavailableError: the engine was shut down.
         """
         [one] = as_params(None if params is None else [params], 1)
-        return await self._collect(Submission([await self.prepare(prompt, one)], one))
+        prepared = await self.prepare(prompt, one)
+        return await self._collect(Submission([prepared], one, priority=priority))
 
     async def chat(
-        self, messages: Sequence[Message], params: SamplingParams | None = None
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
     ) -> RequestOutput:
         """Answer one conversation. See `generate`."""
         [one] = as_params(None if params is None else [params], 1)
-        return await self._collect(Submission([await self.prepare_chat(messages, one)], one))
+        prepared = await self.prepare_chat(messages, one)
+        return await self._collect(Submission([prepared], one, priority=priority))
 
     async def stream(
-        self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None
+        self,
+        prompt: Prompt | Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
     ) -> AsyncIterator[TextDelta]:
         """Yield the text of one prompt, or of one conversation, as it is generated."""
         [one] = as_params(None if params is None else [params], 1)
@@ -157,7 +171,7 @@ class AsyncLLM:
             prepared = await self.prepare_chat(cast("Sequence[Message]", prompt), one)
         else:
             prepared = await self.prepare(cast("Prompt", prompt), one)
-        deltas = self.submit(Submission([prepared], one))
+        deltas = self.submit(Submission([prepared], one, priority=priority))
         try:
             async for _, delta in deltas:
                 yield delta
@@ -192,7 +206,7 @@ class AsyncLLM:
         for prompt in submission.prompts:
             req_ids = [str(next(self._ids)) for _ in range(submission.params.n)]
             made = self._inputs.make_requests(
-                req_ids, prompt, submission.params, submission.cache_salt
+                req_ids, prompt, submission.params, submission.cache_salt, submission.priority
             )
             generations.append(Generation(self.tokenizer, prompt, made))
             requests += made

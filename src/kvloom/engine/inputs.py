@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from kvloom.errors import ConfigError, RequestError
-from kvloom.request import Request, ResolvedSamplingParams, SamplingParams
+from kvloom.request import Request, ResolvedSamplingParams, SamplingParams, check_priority
 from kvloom.sampling.sampler import derive_seed
 from kvloom.tokenizer import ChatOptions, Tokenizer
 
@@ -103,10 +103,12 @@ class InputProcessor:
         prompt: PreparedPrompt,
         params: SamplingParams,
         cache_salt: str | None = None,
+        priority: int = 0,
     ) -> list[Request]:
         """One request per choice: `req_ids` has params.n entries.
 
-        Requests share cached prefixes only with those of the same `cache_salt`.
+        Requests share cached prefixes only with those of the same `cache_salt`; those of a lower
+        `priority` run first.
         """
         base_seed = params.seed
         if base_seed is None:
@@ -127,7 +129,7 @@ class InputProcessor:
                 eos_token_ids=self._limits.eos_token_ids,
                 bad_words_token_ids=bad_words,
             )
-            requests.append(Request(req_id, prompt.token_ids, resolved, cache_salt))
+            requests.append(Request(req_id, prompt.token_ids, resolved, cache_salt, priority))
         return requests
 
     def _bad_words_token_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
@@ -186,6 +188,22 @@ def as_params(params: Any, num_prompts: int) -> list[SamplingParams]:
             "params", f"{len(params)} for {num_prompts} prompts; give one, or one per prompt"
         )
     return list(params)
+
+
+def as_priorities(priority: Any, num_prompts: int) -> list[int]:
+    """The priority of each prompt; one for all of them is repeated.
+
+    Raises:
+        RequestError: one is no integer, or they are not as many as prompts.
+    """
+    priorities = list(priority) if _is_list(priority) else [priority] * num_prompts
+    if len(priorities) != num_prompts:
+        raise RequestError(
+            "priority", f"{len(priorities)} for {num_prompts} prompts; give one, or one per prompt"
+        )
+    for one in priorities:
+        check_priority(one)
+    return priorities
 
 
 def _is_list(value: object) -> TypeGuard[Sequence[Any]]:

@@ -16,6 +16,7 @@ from kvloom.engine.inputs import (
     Prompt,
     as_chats,
     as_params,
+    as_priorities,
     as_prompts,
     is_chat,
 )
@@ -62,6 +63,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: Params = None,
         *,
+        priority: int | Sequence[int] = 0,
         has_progress_bar: bool | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts (texts or token ids) as one batch; outputs come in prompt order.
@@ -71,6 +73,7 @@ class LLM:
         Args:
             prompts: one prompt or a list of them.
             params: one SamplingParams for all, or one per prompt.
+            priority: one number for all, or one per prompt; lower ones run first.
             has_progress_bar: None shows one when stderr is a terminal.
 
         Raises:
@@ -78,24 +81,31 @@ class LLM:
         """
         batch = as_prompts(prompts)
         each = as_params(params, len(batch))
+        priorities = as_priorities(priority, len(batch))
         prepared = [self._inputs.prepare(p, s) for p, s in zip(batch, each, strict=True)]
-        return self._run(prepared, each, has_progress_bar)
+        return self._run(prepared, each, priorities, has_progress_bar)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: Params = None,
         *,
+        priority: int | Sequence[int] = 0,
         has_progress_bar: bool | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several as one batch. See `generate`."""
         chats = as_chats(messages)
         each = as_params(params, len(chats))
+        priorities = as_priorities(priority, len(chats))
         prepared = [self._inputs.prepare_chat(m, s) for m, s in zip(chats, each, strict=True)]
-        return self._run(prepared, each, has_progress_bar)
+        return self._run(prepared, each, priorities, has_progress_bar)
 
     def stream(
-        self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None
+        self,
+        prompt: Prompt | Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
     ) -> Iterator[TextDelta]:
         """Yield the text of one prompt, or of one conversation, as it is generated.
 
@@ -107,7 +117,7 @@ class LLM:
             prepared = self._inputs.prepare_chat(cast("Sequence[Message]", prompt), one)
         else:
             prepared = self._inputs.prepare(cast("Prompt", prompt), one)
-        return self._deltas(prepared, self._make_requests(prepared, one))
+        return self._deltas(prepared, self._make_requests(prepared, one, priority))
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes.
@@ -126,13 +136,14 @@ class LLM:
         self,
         prompts: list[PreparedPrompt],
         params: list[SamplingParams],
+        priorities: list[int],
         has_progress_bar: bool | None,
     ) -> list[RequestOutput]:
         show = sys.stderr.isatty() if has_progress_bar is None else has_progress_bar
         generations: list[Generation] = []
         try:
-            for prompt, one in zip(prompts, params, strict=True):
-                requests = self._make_requests(prompt, one)
+            for prompt, one, priority in zip(prompts, params, priorities, strict=True):
+                requests = self._make_requests(prompt, one, priority)
                 generations.append(Generation(self.tokenizer, prompt, requests))
                 self._submit(generations[-1], requests)
             with progress_bar(len(generations), show) as update:
@@ -159,9 +170,11 @@ class LLM:
         finally:
             self._release([generation])
 
-    def _make_requests(self, prompt: PreparedPrompt, params: SamplingParams) -> list[Request]:
+    def _make_requests(
+        self, prompt: PreparedPrompt, params: SamplingParams, priority: int
+    ) -> list[Request]:
         req_ids = [str(next(self._ids)) for _ in range(params.n)]
-        return self._inputs.make_requests(req_ids, prompt, params)
+        return self._inputs.make_requests(req_ids, prompt, params, priority=priority)
 
     def _submit(self, generation: Generation, requests: list[Request]) -> None:
         """Queue requests whose generation `_release` will hear of, whatever happens meanwhile."""

@@ -36,7 +36,8 @@ class RequestPreempted:
     """A request gave its blocks back.
 
     Attributes:
-        needed_by: the request that needed them; the request itself when all others are older.
+        needed_by: the request that needed them; the request itself if it was the last in
+            the order of priority and arrival.
         num_lost_tokens: its computed tokens, to be computed again unless the cache still has them.
     """
 

@@ -1,8 +1,9 @@
 """The scheduler: every step, computed tokens catch up with known tokens.
 
 There are no phases. A long prompt, a prefix hit, one more token of a running request and a
-preempted request that comes back differ only in how far apart the two numbers are. The order of
-arrival decides who gets tokens and blocks first and, from the other end, who gives way.
+preempted request that comes back differ only in how far apart the two numbers are. One order, of
+priority and arrival, decides who gets tokens and blocks first and, from the other end, who gives
+way.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from kvloom.errors import RequestError
 from kvloom.kv.events import EventLog, RequestPreempted
 from kvloom.kv.manager import KVCacheManager
 from kvloom.request import Request, RequestStatus
-from kvloom.sched.queue import RequestQueue
+from kvloom.sched.queue import RequestQueue, place_of
 from kvloom.sched.step_builder import BlockIds, StepBuilder
 from kvloom.sched.stop import Stop, check_stop
 from kvloom.step import ModelRunnerOutput, RequestEvent, SchedulerOutput, TokenLogprobs
@@ -38,10 +39,15 @@ class SchedulerStats:
 class Scheduler:
     """Decides who runs. The only place where a request's status changes.
 
-    Waiting requests enter in order of arrival, each when all of its known tokens fit. One that does
-    not fit may be passed by others behind it, `max_num_bypasses` times in all; then they wait, too.
-    When a running request finds no block, the newest running one is preempted: it loses its blocks,
-    keeps its tokens, and waits at its old place in line.
+    Waiting requests enter in order of their place (`place_of`), each when all of its known tokens
+    fit. One that does not fit may be passed by others behind it, `max_num_bypasses` times in all;
+    then they wait, too. When a running request finds no block, the last running one in that order
+    is preempted: it loses its blocks, keeps its tokens, and waits at its old place in line.
+
+    So nobody starves. Before a request enters, only those can that have a place before it, and
+    `max_num_bypasses` others. Of those that arrive later, `PLACES_PER_PRIORITY` per level of
+    priority between them have such a place, and none of its own level. Each of them ends: the first
+    one in the order gives way to nobody, and whoever entered fits alone.
     """
 
     def __init__(
@@ -106,7 +112,7 @@ class Scheduler:
             )
         if not self._kv.can_ever_fit(num_tokens):
             raise RequestError("prompt", self._too_large(num_tokens, "shorten the prompt"))
-        request.arrival = self._num_arrivals
+        request.place = place_of(request.priority, self._num_arrivals)
         self._num_arrivals += 1
         self._requests[request.req_id] = request
         self._waiting.add(request)
@@ -174,7 +180,7 @@ class Scheduler:
 
     def _schedule_running(self, step: StepBuilder) -> None:
         for request in list(self._running):
-            # One that gave way to an older one does not run any more, nor do those behind it.
+            # One that gave way to another does not run any more, nor do those behind it.
             if step.num_free_tokens == 0 or request.status is not RequestStatus.RUNNING:
                 return
             num_missing_tokens = len(request.token_ids) - request.num_computed_tokens
@@ -185,16 +191,16 @@ class Scheduler:
                 num_tokens = self._kv.limit_chunk(request, num_tokens)
             new_block_ids = self._kv.allocate_slots(request, num_tokens)
             if new_block_ids is None:
-                new_block_ids = self._take_from_newer(request, num_tokens)
+                new_block_ids = self._take_from_last(request, num_tokens)
                 if new_block_ids is None:
                     return
             step.add_running(request, num_tokens, new_block_ids)
             request.num_computed_tokens += num_tokens
 
-    def _take_from_newer(self, request: Request, num_tokens: int) -> BlockIds | None:
-        """Blocks that newer running requests gave up; None if it gave way itself."""
-        while (newest := self._running.pop_newest()) is not request:
-            self._preempt(newest, request)
+    def _take_from_last(self, request: Request, num_tokens: int) -> BlockIds | None:
+        """Blocks that running requests behind `request` gave up; None if it gave way itself."""
+        while (last := self._running.pop_last()) is not request:
+            self._preempt(last, request)
             block_ids = self._kv.allocate_slots(request, num_tokens)
             if block_ids is not None:
                 return block_ids
@@ -226,8 +232,8 @@ class Scheduler:
             if self.num_running == max_num_seqs or step.num_free_tokens == 0:
                 return
             if self._enter(request, step):
-                for older in passed:
-                    older.num_bypasses += 1
+                for one in passed:
+                    one.num_bypasses += 1
             else:
                 passed.append(request)
             if not self._may_pass(passed):

@@ -30,7 +30,7 @@ async def start_chat(state: ServerState, body: ChatRequest, request_id: str) -> 
     release = state.take_seats(body.num_choices, "n")
     try:
         prompt = await prepare_chat(llm, body, params)
-        stream = llm.submit(Submission([prompt], params, body.cache_salt))
+        stream = llm.submit(Submission([prompt], params, body.cache_salt, body.priority or 0))
     except BaseException:
         release()
         raise

@@ -34,7 +34,7 @@ async def start_completion(state: ServerState, body: CompletionRequest, request_
         if body.only_echoes:
             # What scores the prompt also predicts one token, which is not told.
             params = replace(params, ignore_eos=True, stop=(), stop_token_ids=(), logprobs=None)
-        stream = llm.submit(Submission(prepared, params, body.cache_salt))
+        stream = llm.submit(Submission(prepared, params, body.cache_salt, body.priority or 0))
     except BaseException:
         release()
         raise

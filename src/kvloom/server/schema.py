@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from kvloom.errors import RequestError
-from kvloom.request import MAX_LOGPROBS, SamplingParams
+from kvloom.request import MAX_LOGPROBS, MAX_PRIORITY, SamplingParams
 from kvloom.tokenizer import ChatOptions
 
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -59,6 +59,9 @@ class SamplingFields(StrictModel):
     stop_token_ids: list[TokenId] | None = Field(None, description="extra: ids that end the text")
     cache_salt: str | None = Field(
         None, description="extra: share cached prefixes only with requests of the same salt"
+    )
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = Field(
+        None, description="extra: lower numbers run first; 0 if not given"
     )
 
     @field_validator("logit_bias")
