@@ -111,6 +111,26 @@ class NativeRunner:
         return replace(batch, attention=groups)
 
 
+def cut_tables(batch: Batch, specs: Sequence[KVCacheSpec]) -> Batch:
+    """The batch with tables that begin with the first block that a query of the step sees."""
+    groups = []
+    for spec, metadata in zip(specs, batch.attention, strict=True):
+        firsts = [
+            first_visible(spec, int(n)) // spec.block_size for n in metadata.num_computed_tokens
+        ]
+        table = metadata.block_table
+        cut = np.zeros_like(table)
+        for row, whole, first in zip(cut, table, firsts, strict=True):
+            row[: len(row) - first] = whole[first:]
+        width = max(
+            -(-int(n) // spec.block_size) - first
+            for n, first in zip(metadata.seq_lens, firsts, strict=True)
+        )
+        firsts_array = np.array(firsts, np.int32)
+        groups.append(replace(metadata, block_table=cut[:, :width], first_columns=firsts_array))
+    return replace(batch, attention=groups)
+
+
 def first_visible(spec: KVCacheSpec, position: int) -> int:
     """The first key that the query at a position sees, from the definitions."""
     window = getattr(spec, "sliding_window", None)

@@ -49,7 +49,13 @@ class Piece:
 
 
 class Cache:
-    """One attention layer over a pool filled with NaN; request r owns a shuffled run of blocks."""
+    """One attention layer over a pool filled with NaN; request r owns a shuffled run of blocks.
+
+    Attributes:
+        cut: if set, a step's tables begin with the block of the first key that a query sees.
+    """
+
+    cut: FirstVisible | None = None
 
     def __init__(
         self,
@@ -109,13 +115,20 @@ class Cache:
         slots = [self.slots(p.request, n) for p, n in zip(pieces, counts, strict=True)]
         before = [self.num_computed[p.request] for p in pieces]
         padding = np.full(num_padding, -1, np.int64)
+        tables = self.tables[[p.request for p in pieces]]
+        firsts = None
+        if self.cut is not None:
+            firsts = np.array([self.cut(n) // self.block_size for n in before], np.int32)
+            width = len(tables[0]) - firsts.max()
+            tables = np.stack([t[n : n + width] for t, n in zip(tables, firsts, strict=True)])
         metadata = AttentionMetadata(
-            block_table=self.tables[[p.request for p in pieces]],
+            block_table=tables,
             slot_mapping=np.concatenate([*slots, padding]),
             query_start=np.cumsum([0, *counts]).astype(np.int32),
             seq_lens=np.add(before, counts).astype(np.int32),
             num_computed_tokens=np.array(before, np.int32),
             block_size=self.block_size,
+            first_columns=firsts,
         )
         for piece, count in zip(pieces, counts, strict=True):
             self.num_computed[piece.request] += count

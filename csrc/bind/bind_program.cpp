@@ -133,8 +133,10 @@ void bind_attention_records(nb::module_& module) {
            nb::arg("logits_rows").noconvert(), nb::arg("query_start").noconvert(),
            nb::arg("seq_lens").noconvert());
   nb::class_<GroupArrays>(module, "GroupArrays")
-      .def(nb::init<StepArray<int32_t, 2>, StepArray<int64_t, 1>>(), nb::kw_only(),
-           nb::arg("block_table").noconvert(), nb::arg("slots").noconvert());
+      .def(nb::init<StepArray<int32_t, 2>, StepArray<int64_t, 1>,
+                    std::optional<StepArray<int32_t, 1>>>(),
+           nb::kw_only(), nb::arg("block_table").noconvert(), nb::arg("slots").noconvert(),
+           nb::arg("first_columns").noconvert().none() = nb::none());
 }
 
 }  // namespace

@@ -113,8 +113,9 @@ class ProgramBuilder {
     check(num_blocks >= 1 && num_blocks <= INT32_MAX, "attention: num_blocks is out of range");
     check(group >= 0 && group <= static_cast<int>(groups_.size()), "attention: groups in order");
     if (group == static_cast<int>(groups_.size()))
-      groups_.push_back({shape.block_size, num_blocks});
+      groups_.push_back({shape.block_size, num_blocks, heads.mask});
     check(groups_[group].block_size == shape.block_size, "attention: one block size per group");
+    check(groups_[group].mask == heads.mask, "attention: one mask per group");
     groups_[group].num_blocks = std::min(groups_[group].num_blocks, num_blocks);
     const AttentionLimits limits = checked_limits(num_threads_, sizes_.max_model_len);
     auto planner = std::make_unique<AttentionGroup>(group, heads, limits);

@@ -6,9 +6,11 @@
 #include <nanobind/ndarray.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "kvloom/attention_plan.hpp"
 #include "kvloom/step.hpp"
 #include "kvloom/types.hpp"
 
@@ -30,6 +32,7 @@ struct BatchArrays {
 struct GroupArrays {
   StepArray<int32_t, 2> block_table;
   StepArray<int64_t, 1> slots;
+  std::optional<StepArray<int32_t, 1>> first_columns;
 };
 
 // What the numbers of a step must lie below.
@@ -42,6 +45,7 @@ struct StepLimits {
 struct GroupLimits {
   int block_size = 0;
   int64_t num_blocks = 0;
+  AttentionMask mask = {};
 };
 
 // Holds copies of a step's arrays, so that nobody can change them while the step runs.
@@ -66,6 +70,7 @@ class CheckedStep {
     std::vector<int32_t> block_table;
     int table_width = 0;
     std::vector<int64_t> slots;
+    std::vector<int32_t> first_columns;
   };
 
   static void check(bool is_valid, const char* message) {
@@ -112,8 +117,8 @@ class CheckedStep {
       check(seq_lens_[i] >= num_queries && seq_lens_[i] <= limits_.max_model_len,
             "seq_lens: a length is out of range");
     }
-    check(query_start_[num_requests] == static_cast<int64_t>(token_ids_.size()),
-          "query_start: ends with the number of tokens");
+    check(query_start_[num_requests] <= static_cast<int64_t>(token_ids_.size()),
+          "query_start: ends with the number of tokens, or earlier");
   }
 
   void set_group(size_t index, const GroupArrays& arrays) {
@@ -125,8 +130,9 @@ class CheckedStep {
     const int32_t* table = arrays.block_table.data();
     group.block_table.assign(table, table + seq_lens_.size() * width);
     group.table_width = static_cast<int>(width);
+    set_first_columns(limits, arrays, group);
     for (size_t i = 0; i < seq_lens_.size(); ++i) {
-      const int64_t num_blocks = cdiv(seq_lens_[i], limits.block_size);
+      const int64_t num_blocks = cdiv(seq_lens_[i], limits.block_size) - group.first_columns[i];
       check(num_blocks <= static_cast<int64_t>(width), "block_table: narrower than a request");
       for (int64_t column = 0; column < num_blocks; ++column) {
         const int32_t block = group.block_table[i * width + static_cast<size_t>(column)];
@@ -138,6 +144,19 @@ class CheckedStep {
     for (const int64_t slot : group.slots) {
       check(slot >= -1 && slot < limits.num_blocks * limits.block_size,
             "slot_mapping: a slot is out of range");
+    }
+  }
+
+  void set_first_columns(const GroupLimits& limits, const GroupArrays& arrays, Group& group) const {
+    group.first_columns.assign(seq_lens_.size(), 0);
+    if (!arrays.first_columns) return;
+    check(arrays.first_columns->shape(0) == seq_lens_.size(), "first_columns: one per request");
+    for (size_t i = 0; i < seq_lens_.size(); ++i) {
+      const int32_t first = (*arrays.first_columns)(i);
+      const int32_t position = seq_lens_[i] - (query_start_[i + 1] - query_start_[i]);
+      check(first >= 0 && first <= limits.mask.first_visible(position) / limits.block_size,
+            "first_columns: a query sees a block before them");
+      group.first_columns[i] = first;
     }
   }
 
@@ -154,7 +173,7 @@ class CheckedStep {
     for (size_t i = 0; i < groups_.size(); ++i) {
       const Group& group = groups_[i];
       step_.groups[i] = {group.block_table.data(), group.table_width, group.slots.data(),
-                         group_limits_[i].block_size};
+                         group_limits_[i].block_size, group.first_columns.data()};
     }
   }
 

@@ -43,7 +43,12 @@ def valid_batch(rng: random.Random) -> Batch:
         chunks.append(Chunk(ids, np.array(table, np.int32), computed))
         if room == 0:
             break
-    return make_batch(chunks, SIZES.block_size)
+    batch = make_batch(chunks, SIZES.block_size)
+    if rng.random() < 0.5:
+        return batch
+    (group,) = batch.attention
+    firsts = np.zeros(len(chunks), np.int32)
+    return replace(batch, attention=[replace(group, first_columns=firsts)])
 
 
 def spoil(array: Any, rng: random.Random) -> Any:

@@ -95,6 +95,28 @@ def test_blocks_left_of_the_mask_are_not_read(
     np.testing.assert_allclose(out[SOME_POSITIONS, 0], kind.expected, atol=1e-6)
 
 
+@all_schedules
+@all_blocks
+@all_kinds
+def test_tables_may_begin_with_what_is_visible(kind: Kind, block_size: int, schedule: str) -> None:
+    cache = kind.cache(block_size)
+    cache.cut = kind.first_visible
+    out = run_counting(cache, SCHEDULES[schedule])
+    np.testing.assert_allclose(out[SOME_POSITIONS, 0], kind.expected, atol=1e-6)
+
+
+def test_each_table_is_cut_at_its_own_column() -> None:
+    """Windows of 4 in blocks of 2: the one that begins at 10 sees 7, in column 3; at 2 column 0."""
+    cache = Cache(2, SlidingWindowSpec, num_requests=2, sliding_window=4)
+    cache.cut = sees_window(4)
+    for count in (2, 8):
+        cache.step([Piece(0, *(constant(count, 0.0),) * 2, counting(cache.num_computed[0], count))])
+    cache.step([Piece(1, *(constant(2, 0.0),) * 2, counting(0, 2))])
+    pieces = [Piece(r, *(constant(1, 0.0),) * 2, counting(n, 1)) for r, n in ((0, 10), (1, 2))]
+    out = cache.step(pieces)
+    np.testing.assert_allclose(out[:, 0, 0], [(7 + 8 + 9 + 10) / 4, (0 + 1 + 2) / 3], atol=1e-6)
+
+
 @pytest.mark.parametrize("num_tokens", [9, 10, 16])
 @pytest.mark.parametrize("block_size", [4, 8])
 @all_kinds

@@ -34,6 +34,10 @@ struct AttentionMask {
     if (window > 0) return std::max(position - window + 1, 0);
     return chunk > 0 ? position / chunk * chunk : 0;
   }
+
+  bool operator==(const AttentionMask& other) const {
+    return window == other.window && chunk == other.chunk;
+  }
 };
 
 struct AttentionShape {
@@ -51,7 +55,12 @@ struct AttentionStep {
   const int32_t* seq_lens;     // [num_reqs] stored tokens, this step's included
   const int32_t* block_table;  // [num_reqs, table_stride]
   int64_t table_stride;
+  // [num_reqs] the block of the text that a row of the table begins with; none: the first
+  const int32_t* first_columns = nullptr;
 
+  int first_column(int request) const {
+    return first_columns == nullptr ? 0 : first_columns[request];
+  }
   int num_queries(int request) const { return query_start[request + 1] - query_start[request]; }
   // Position of the request's first query.
   int num_computed(int request) const { return seq_lens[request] - num_queries(request); }

@@ -60,7 +60,7 @@ inline void find_keys(const AttentionArgs& args, const AttentionItem& item, int 
   const KVLayout& layout = args.plan->shape().layout;
   const int32_t* blocks = step.block_table + item.request * step.table_stride;
   const int first = split * kSplitKeys + range.first * kSubBlockTokens;
-  const int32_t* block = blocks + first / layout.block_size;
+  const int32_t* block = blocks + first / layout.block_size - step.first_column(item.request);
   int token = first % layout.block_size;
   for (int i = range.first; i < range.end; ++i) {
     *keys++ = sub_block(layout, args.storage, *block, item.kv_head, token);

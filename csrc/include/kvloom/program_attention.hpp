@@ -27,8 +27,8 @@ class AttentionGroup final : public StepPlanner {
 
   void plan(const Step& step) override {
     const KVGroupStep& group = step.groups[static_cast<size_t>(group_)];
-    plan_.build(
-        {step.num_requests, step.query_start, step.seq_lens, group.block_table, group.table_width});
+    plan_.build({step.num_requests, step.query_start, step.seq_lens, group.block_table,
+                 group.table_width, group.first_columns});
   }
 
   int group() const { return group_; }

@@ -12,9 +12,12 @@ struct KVGroupStep {
   int table_width = 0;
   const int64_t* slots = nullptr;  // [num_tokens]; -1 stores nothing
   int block_size = 0;              // tokens
+  // [num_requests] the block of the text that a row of the table begins with; none: the first
+  const int32_t* first_columns = nullptr;
 };
 
-// A flat batch of tokens, those of one request after those of another.
+// A flat batch of tokens, those of one request after those of another, then tokens of none, which
+// fill the batch up.
 struct Step {
   int num_tokens = 0;
   int num_rows = 0;  // of logits

@@ -193,12 +193,17 @@ class AttentionMetadata:
     """Where one KV cache group's tokens live in this step. Arrays are int32 unless said.
 
     Attributes:
-        block_table: [num_reqs, max_num_blocks] block ids; 0 where there is no block.
+        block_table: [num_reqs, max_num_blocks] block ids; 0 where there is no block. Column i is
+            block i of the request's text, counted from its `first_columns`.
         slot_mapping: int64 [num_tokens] slot that each token's KV is written to; -1 skips.
-        query_start: [num_reqs + 1] first token of each request in the flat batch.
+        query_start: [num_reqs + 1] first token of each request in the flat batch; tokens behind the
+            last request's are padding, and what attention makes of them is undefined.
         seq_lens: [num_reqs] stored tokens of each request once this step is written.
         num_computed_tokens: [num_reqs] stored tokens before this step.
         block_size: tokens per block of the group.
+        first_columns: [num_reqs] where a row of the table begins, if tables are cut to what the
+            step's queries see: p lies in column p // block_size - first_columns[request]. None
+            where every row begins with the text.
     """
 
     block_table: Any
@@ -207,6 +212,7 @@ class AttentionMetadata:
     seq_lens: Any
     num_computed_tokens: Any
     block_size: int
+    first_columns: Any = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,9 +104,13 @@ class NativeProgram:
         return self._view(self._tape.result)
 
     def _group_arrays(self, metadata: AttentionMetadata) -> Any:
-        return self._library.GroupArrays(
-            block_table=np.ascontiguousarray(metadata.block_table), slots=metadata.slot_mapping
-        )
+        arrays = {
+            "block_table": np.ascontiguousarray(metadata.block_table),
+            "slots": metadata.slot_mapping,
+        }
+        if metadata.first_columns is not None:
+            arrays["first_columns"] = metadata.first_columns
+        return self._library.GroupArrays(**arrays)
 
     def _exchange(self, collective: Operation) -> None:
         (value,) = collective.inputs

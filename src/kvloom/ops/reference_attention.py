@@ -67,8 +67,14 @@ def attend(kv: KVLayer, metadata: AttentionMetadata, q: Array, attention: Attent
         # Blocks that no query sees may be stale or freed, so they are not even read.
         first_key = _first_visible(kv.spec, num_computed)
         visible = (first_key, num_computed + end - first)
+        table = metadata.block_table[i]
+        first_column = 0 if metadata.first_columns is None else metadata.first_columns[i]
+        columns = slice(
+            first_key // metadata.block_size - first_column,
+            -(-visible[1] // metadata.block_size) - first_column,
+        )
         keys, values = (
-            _load(blocks, metadata.block_table[i], visible, storage.dtype)
+            _load(blocks[table[columns]], visible, storage.dtype)
             for blocks in (storage.keys, storage.values)
         )
         for tile in range(first, end, _QUERY_TILE):
@@ -93,16 +99,11 @@ def _first_visible(spec: KVCacheSpec, position: Any) -> Any:
     return position // chunk * chunk if chunk is not None else position * 0
 
 
-def _load(
-    blocks: _Stored, table: npt.NDArray[np.int32], tokens: tuple[int, int], dtype: DType
-) -> Array:
-    """The rows of a request's tokens [first, end): [end - first, num_kv_heads, size]."""
+def _load(blocks: _Stored, tokens: tuple[int, int], dtype: DType) -> Array:
+    """The rows of tokens [first, end), which lie in `blocks`: [end - first, num_kv_heads, size]."""
     first, end = tokens
-    block_size = blocks.shape[1]
-    first_block = first // block_size
-    gathered = blocks[table[first_block : -(-end // block_size)]]
-    rows = gathered.reshape(-1, *blocks.shape[2:])
-    skipped = first_block * block_size
+    skipped = first - first % blocks.shape[1]
+    rows = blocks.reshape(-1, *blocks.shape[2:])
     return _decode(rows[first - skipped : end - skipped], dtype)
 
 
