@@ -98,7 +98,7 @@ class HostSide:
             output = self.scheduler.schedule()
         with clock.of("input batch"):
             self.batch.update(output)
-            inputs = self.batch.prepare(output.num_scheduled_tokens)
+            inputs = self.batch.prepare(output.num_scheduled_tokens, {})
             for group in range(len(self.batch.block_sizes)):
                 self.batch.block_table(group, inputs)
                 self.batch.slot_mapping(group, inputs)

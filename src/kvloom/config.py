@@ -17,6 +17,7 @@ Auto = Literal["auto"]
 
 BACKENDS = ("auto", "reference", "native")
 DEVICES = ("cpu",)
+MAX_DRAFT_TOKENS = 64
 
 # Names from elsewhere, too far from ours to be guessed.
 _ALIASES = {
@@ -24,6 +25,9 @@ _ALIASES = {
     "gpu_memory_utilization": "memory_share",
     "kv_cache_memory_bytes": "kv_cache_bytes",
     "num_gpu_blocks_override": "num_blocks",
+    "num_speculative_tokens": "num_draft_tokens",
+    "prompt_lookup_max": "max_ngram_tokens",
+    "prompt_lookup_min": "min_ngram_tokens",
     "threads": "num_threads",
     "tp": "tensor_parallel_size",
 }
@@ -161,6 +165,40 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculativeConfig:
+    """Drafts: tokens guessed from the request's own text, which one step checks all at once.
+
+    The text is the same with and without them. They are what followed the last tokens when these
+    stood in the text before.
+
+    Attributes:
+        num_draft_tokens: most drafts of a request per step; 0 turns speculation off.
+        min_ngram_tokens: how many of the last tokens must stand in the text before.
+        max_ngram_tokens: among several such places, those count where more tokens agree, up to
+            this many.
+    """
+
+    num_draft_tokens: int = 0
+    min_ngram_tokens: int = 2
+    max_ngram_tokens: int = 5
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        if not 0 <= self.num_draft_tokens <= MAX_DRAFT_TOKENS:
+            raise ConfigError(
+                f"num_draft_tokens is {self.num_draft_tokens}; give a number from 1 to "
+                f"{MAX_DRAFT_TOKENS}, or 0 for no speculation"
+            )
+        if self.min_ngram_tokens < 1:
+            raise ConfigError(f"min_ngram_tokens is {self.min_ngram_tokens}; give at least 1")
+        if self.max_ngram_tokens < self.min_ngram_tokens:
+            raise ConfigError(
+                f"max_ngram_tokens is {self.max_ngram_tokens}; give at least min_ngram_tokens, "
+                f"which is {self.min_ngram_tokens}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class ParallelConfig:
     """How a model is cut over ranks."""
 
@@ -207,6 +245,7 @@ class EngineConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
 
@@ -247,6 +286,7 @@ _PARTS: dict[str, Any] = {
     "model": ModelConfig,
     "cache": CacheConfig,
     "scheduler": SchedulerConfig,
+    "speculative": SpeculativeConfig,
     "parallel": ParallelConfig,
     "device": DeviceConfig,
 }

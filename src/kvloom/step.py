@@ -11,8 +11,9 @@ from typing import Any
 
 from kvloom.request import ResolvedSamplingParams
 
-# Rows of logits a step may have beyond one per request, all for scoring prompts. Each takes a float
-# per token of the vocabulary, so that the bound, and not the token budget, decides their memory.
+# Rows of logits a step may have beyond one per request, for scoring prompts and for drafts. Each
+# takes a float per token of the vocabulary, so that the bound, and not the token budget, decides
+# their memory.
 MAX_EXTRA_LOGITS_ROWS = 256
 
 
@@ -57,15 +58,17 @@ class SchedulerOutput:
     """One step: who runs, how many tokens each, and where their blocks are.
 
     Attributes:
-        num_scheduled_tokens: by request. Those that ask for prompt log-probabilities have, over
-            all of them, at most `MAX_EXTRA_LOGITS_ROWS` tokens beyond one each.
+        num_scheduled_tokens: by request, drafts included. The drafts, and the tokens beyond one
+            each of requests that ask for prompt log-probabilities, are at most
+            `MAX_EXTRA_LOGITS_ROWS`.
+        scheduled_spec_decode_tokens: by request that has any, drafts: guessed tokens that are
+            computed behind all known ones. They are no known tokens: what is sampled decides.
         num_common_prefix_blocks: per group, the leading blocks, full or not, that every running
             request holds; none where a first column is null.
         finished_req_ids: requests that ended since the last step; workers drop their state.
         block_copies: (source, destination) block ids per copy, done before the forward pass.
-        scheduled_spec_decode_tokens, scheduled_encoder_inputs, free_encoder_mm_hashes,
-        structured_output_request_ids, grammar_bitmask, kv_connector_metadata: empty until the
-            features exist.
+        scheduled_encoder_inputs, free_encoder_mm_hashes, structured_output_request_ids,
+        grammar_bitmask, kv_connector_metadata: empty until the features exist.
     """
 
     scheduled_new_reqs: list[NewRequestData]
@@ -88,7 +91,8 @@ class TokenMask:
     """The only tokens that some requests of a step may sample, such as those of a grammar.
 
     Attributes:
-        rows: the row of `bits` that a request obeys; one that is absent may sample any token.
+        rows: the row of `bits` that a request obeys, and behind it one per draft, in their order;
+            a request that is absent may sample any token.
         bits: uint32 [num_rows, cdiv(vocab_size, 32)]; bit i % 32 of word i // 32 is token i.
     """
 
@@ -116,8 +120,9 @@ class ModelRunnerOutput:
     """What a step computed.
 
     Attributes:
-        sampled_token_ids: new tokens of each request that reached the end of its known tokens;
-            requests in the middle of their prompt are absent.
+        sampled_token_ids: new tokens of each request that reached the end of its known tokens, the
+            last one behind the drafts that were accepted; requests in the middle of their prompt
+            are absent.
         logprobs: per request that asks for them, one entry per sampled token.
         prompt_logprobs: per request that asks for them, the entries this step added, in order; the
             first prompt token has none.

@@ -148,7 +148,7 @@ def new_request(req_id, prompt, block_ids, num_computed=0, **fields):
     return NewRequestData(req_id, prompt, [], make_params(**fields), block_ids, num_computed)
 
 
-def make_step(new=(), cached=(), scheduled=None, finished=(), copies=()):
+def make_step(new=(), cached=(), scheduled=None, finished=(), copies=(), drafts=None):
     """A SchedulerOutput; `cached` holds (id, resumed, tokens, blocks, computed)."""
     columns = [list(c) for c in zip(*cached, strict=True)] or [[], [], [], [], []]
     return SchedulerOutput(
@@ -156,7 +156,7 @@ def make_step(new=(), cached=(), scheduled=None, finished=(), copies=()):
         scheduled_cached_reqs=CachedRequestData(*columns),
         num_scheduled_tokens=scheduled or {},
         total_num_scheduled_tokens=sum((scheduled or {}).values()),
-        scheduled_spec_decode_tokens={},
+        scheduled_spec_decode_tokens=drafts or {},
         scheduled_encoder_inputs={},
         num_common_prefix_blocks=[],
         finished_req_ids=set(finished),

@@ -17,7 +17,7 @@ def make_batch(fakes, max_num_seqs, max_model_len, block_sizes):
 
 def run(batch, output):
     batch.update(output)
-    return batch.prepare(output.num_scheduled_tokens)
+    return batch.prepare(output.num_scheduled_tokens, {})
 
 
 @pytest.mark.parametrize("block_sizes", [[4], [4, 4, 4], [4, 8, 12]])
@@ -258,7 +258,7 @@ def check_step(batch, output, live, sizes):
     batch.update(output)
     if not output.num_scheduled_tokens:
         return
-    inputs = batch.prepare(output.num_scheduled_tokens)
+    inputs = batch.prepare(output.num_scheduled_tokens, {})
     tokens, slots, complete = [], [[], []], []
     for req_id, count in output.num_scheduled_tokens.items():
         request = live[req_id]

@@ -8,10 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from drafting import Guesser
 from kvloom.config import SchedulerConfig
 from kvloom.kv.manager import KVCacheManager
 from kvloom.kv.spec import KVCacheTensor, KVLimits, SharedKVSpec
 from kvloom.request import Request, RequestStatus
+from kvloom.sched.drafts import Speculation
 from kvloom.sched.scheduler import Scheduler
 from kvloom.step import TokenMask
 
@@ -263,18 +265,20 @@ def test_copies_happen_before_the_forward_pass_on_every_tensor(fakes):
         (256, 3, 512, 4, False),
     ],
 )
-@pytest.mark.parametrize("has_prefix_cache", [True, False])
+@pytest.mark.parametrize(("has_prefix_cache", "has_drafts"), [(1, 0), (0, 0), (1, 1)])
 def test_texts_do_not_depend_on_blocks_budget_mates_or_preemption(
-    fakes, block_size, num_blocks, budget, max_num_seqs, is_tight, has_prefix_cache
+    fakes, block_size, num_blocks, budget, max_num_seqs, is_tight, has_prefix_cache, has_drafts
 ):
     """Every token is a function of the whole prefix, read back from blocks the scheduler gave."""
     rng = random.Random(block_size * 1000 + num_blocks)
     config = fakes.kv_config([(block_size, ["a"])], num_blocks)
     runner = fakes.runner(config, max_num_seqs=max_num_seqs, block_size=block_size)
     max_len = min(50, (num_blocks - 1) * block_size)
-    manager = KVCacheManager(config, KVLimits(max_len, budget), has_prefix_cache=has_prefix_cache)
+    manager = KVCacheManager(config, KVLimits(max_len, budget), bool(has_prefix_cache))
+    guesser = Guesser(0.2, 0, fakes.next_token, fakes.vocab_size)
+    drafts = Speculation(guesser, 5, max_len) if has_drafts else None
     step_limits = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
-    scheduler = Scheduler(step_limits, manager, max_len)
+    scheduler = Scheduler(step_limits, manager, max_len, None, drafts)
     stems = [[rng.randrange(90) for _ in range(20)] for _ in range(2)]
     expected, texts, aborted, num_resumed = {}, {}, set(), 0
     for number in range(24):

@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from drafting import Guesser
 from kvloom.config import SchedulerConfig
 from kvloom.errors import CapacityError
 from kvloom.kv.manager import KVCacheManager
@@ -14,6 +15,7 @@ from kvloom.kv.planner import PlanRequest, plan_kv_cache
 from kvloom.kv.spec import KVCacheConfig, KVLimits
 from kvloom.request import Request, ResolvedSamplingParams
 from kvloom.runner.input_batch import RunnerLimits
+from kvloom.sched.drafts import Speculation
 from kvloom.sched.scheduler import Scheduler
 from shadow import MAX_MODEL_LEN, MODELS, VOCAB_SIZE, ShadowWorker, expected_text
 
@@ -59,15 +61,19 @@ def tight_config(worker: ShadowWorker, budget: int) -> KVCacheConfig:
 
 
 @pytest.mark.parametrize("layers", MODELS)
-@pytest.mark.parametrize("budget", [24, 256])
-def test_no_read_finds_anything_else(layers: str, budget: int, scale: int) -> None:
+@pytest.mark.parametrize(("budget", "num_draft_tokens"), [(24, 4), (24, 0), (256, 0)])
+def test_no_read_finds_anything_else(
+    layers: str, budget: int, num_draft_tokens: int, scale: int
+) -> None:
     limits = RunnerLimits(BLOCK_SIZE, MAX_MODEL_LEN, MAX_SEQS, budget)
     worker = ShadowWorker(MODELS[layers], limits)
     config = tight_config(worker, budget)
     worker.initialize_kv_cache(config)
     manager = KVCacheManager(config, KVLimits(MAX_MODEL_LEN, budget), has_prefix_cache=True)
     steps = SchedulerConfig(max_num_seqs=MAX_SEQS, max_num_batched_tokens=budget)
-    scheduler = Scheduler(steps, manager, MAX_MODEL_LEN)
+    guesser = Guesser(0.3, 0, lambda prefix: expected_text(prefix, 1)[0], VOCAB_SIZE)
+    drafts = Speculation(guesser, num_draft_tokens, MAX_MODEL_LEN)
+    scheduler = Scheduler(steps, manager, MAX_MODEL_LEN, None, drafts)
     rng = random.Random(f"{layers} {budget}")
     num_preemptions = 0
     while worker.counts.num_reads < MIN_READS * scale:

@@ -8,19 +8,16 @@ from dataclasses import dataclass
 
 import pytest
 
+from drafting import sampled_tokens
 from kvloom.config import SchedulerConfig
 from kvloom.kv.events import EventLog
 from kvloom.kv.manager import KVCacheManager
 from kvloom.kv.spec import KVLimits
 from kvloom.request import Request, ResolvedSamplingParams
+from kvloom.sched.drafts import DraftProposer, Speculation
 from kvloom.sched.scheduler import Scheduler
 from kvloom.step import ModelRunnerOutput, RequestEvent, SchedulerOutput
 from visibility import Kind, cache_of
-
-
-def next_token(prefix: Sequence[int]) -> int:
-    """A model: what follows is a function of the whole prefix."""
-    return sum((i + 1) * t for i, t in enumerate(prefix)) % 997
 
 
 @dataclass
@@ -50,8 +47,9 @@ class Setup:
             running = (
                 self.scheduler._requests.get(req_id) for req_id in output.num_scheduled_tokens
             )
+            drafts = output.scheduled_spec_decode_tokens
             result["sampled_token_ids"] = {
-                r.req_id: [next_token(r.token_ids)]
+                r.req_id: sampled_tokens(r.token_ids, drafts.get(r.req_id, ()))
                 for r in running
                 if r is not None and r.num_computed_tokens == r.num_tokens
             }
@@ -85,6 +83,7 @@ def setup() -> Callable[..., Setup]:
         max_model_len: int = 512,
         has_prefix_cache: bool = True,
         kinds: Sequence[Kind] = (),
+        speculation: tuple[DraftProposer, int] | None = None,
         **options,
     ) -> Setup:
         config = SchedulerConfig(**options)
@@ -92,7 +91,9 @@ def setup() -> Callable[..., Setup]:
         limits = KVLimits(max_model_len, config.max_num_batched_tokens)
         events = EventLog(capacity=10_000)
         manager = KVCacheManager(cache, limits, has_prefix_cache, events)
-        return Setup(Scheduler(config, manager, max_model_len, events), manager, events)
+        drafts = None if speculation is None else Speculation(*speculation, max_model_len)
+        scheduler = Scheduler(config, manager, max_model_len, events, drafts)
+        return Setup(scheduler, manager, events)
 
     return make
 

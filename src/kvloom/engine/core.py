@@ -17,6 +17,7 @@ from kvloom.kv.planner import KVCachePlan, PlanRequest, plan_kv_cache
 from kvloom.kv.spec import KVLimits
 from kvloom.request import Request, RequestStatus
 from kvloom.runner.executor import InProcessExecutor
+from kvloom.sched.drafts import make_speculation
 from kvloom.sched.scheduler import Scheduler
 from kvloom.step import RequestEvent
 
@@ -63,7 +64,10 @@ class EngineCore:
         self.manager = KVCacheManager(
             self.plan.configs[0], limits, has_prefix_cache=config.cache.has_prefix_cache, events=log
         )
-        self.scheduler = Scheduler(config.scheduler, self.manager, self.max_model_len, log)
+        speculation = make_speculation(config.speculative, self.max_model_len)
+        self.scheduler = Scheduler(
+            config.scheduler, self.manager, self.max_model_len, log, speculation
+        )
 
     def _plan_kv_cache(self) -> KVCachePlan:
         specs = self.executor.get_kv_cache_specs()

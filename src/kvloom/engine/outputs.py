@@ -96,6 +96,9 @@ class _Choice:
             output.text += text
         if detokenizer.stop_reason is not None:
             output.finish_reason, output.stop_reason = "stop", detokenizer.stop_reason
+            # A step may give tokens behind the one that completed the stop string.
+            del output.token_ids[detokenizer.num_tokens :]
+            del output.logprobs[detokenizer.num_tokens :]
         elif is_last:
             output.finish_reason, output.stop_reason = event.finish_reason, event.stop_reason
             output.error = event.error

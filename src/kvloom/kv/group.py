@@ -182,9 +182,13 @@ class CacheGroup:
         self._update_books(table)
 
     def publish(self, table: BlockTable, block_hashes: Sequence[bytes], num_stored: int) -> None:
-        """Let the full blocks be found by their hashes."""
+        """Let the full blocks be found by their hashes.
+
+        Tokens may become known several at a time, and leave the window before their block is
+        published: then it is gone.
+        """
         stride, num_full = self._hashes_per_block, num_stored // self.block_size
-        for column in range(table.num_published, num_full):
+        for column in range(max(table.num_published, table.num_null_blocks), num_full):
             block_hash = block_hashes[(column + 1) * stride - 1]
             self._pool.publish(table.blocks[column], (self._index, block_hash))
         table.num_published = num_full

@@ -192,7 +192,8 @@ class KVCacheManager:
         ```
         A request without blocks enters only if the steady blocks of all of its known tokens are
         free beside what others were promised when they entered; one that grows takes any block but
-        the reserve's. `num_new_tokens` above 1 must have passed `limit_chunk`.
+        the reserve's. `num_new_tokens` above 1 must have passed `limit_chunk`. Those beyond the
+        known tokens are guesses, and no block is published with them.
 
         Returns:
             The ids of the new blocks per group; those of the hit are not among them.
@@ -340,6 +341,7 @@ class KVCacheManager:
         )
 
     def _publish(self, request: Request, holding: _Holding, num_stored: int) -> None:
+        num_stored = min(num_stored, request.num_tokens)
         self._extend_block_hashes(request)
         for group, table in holding.parts:
             group.publish(table, request.block_hashes, num_stored)

@@ -47,7 +47,7 @@ class RunnerLimits:
 
     @property
     def max_num_logits_rows(self) -> int:
-        """Most rows of logits of one step: one per request, and those that score prompts."""
+        """Most rows of logits of one step: one per request, one per draft, those of prompts."""
         return min(self.max_num_seqs + MAX_EXTRA_LOGITS_ROWS, self.max_num_batched_tokens)
 
     def batch_bytes(self, num_groups: int) -> int:
@@ -92,7 +92,7 @@ class StepInputs:
         num_computed_tokens: int32 [num_reqs] stored tokens before this step.
         seq_lens: int32 [num_reqs] stored tokens after it; `max_seq_len` is the largest.
         is_complete: bool [num_reqs] whether this step reaches the last known token, so that the
-            next one can be sampled.
+            next one can be sampled, as can those behind its drafts.
     """
 
     states: list[RequestState]
@@ -144,13 +144,17 @@ class InputBatch:
         for req_id, token_ids in sampled_token_ids.items():
             self._states[req_id].output_token_ids += token_ids
 
-    def prepare(self, num_scheduled_tokens: Mapping[str, int]) -> StepInputs:
-        """Gather the flat batch of the scheduled requests, in their order."""
+    def prepare(
+        self, num_scheduled_tokens: Mapping[str, int], drafts: Mapping[str, list[int]]
+    ) -> StepInputs:
+        """Gather the flat batch of the scheduled requests, in their order, `drafts` included."""
         num_reqs = len(num_scheduled_tokens)
         states = [self._states[req_id] for req_id in num_scheduled_tokens]
         token_ids: list[int] = []
         for state, num_tokens in zip(states, num_scheduled_tokens.values(), strict=True):
             token_ids += _next_tokens(state, num_tokens)
+            if state.req_id in drafts:
+                token_ids += drafts[state.req_id]
         counts = np.array(list(num_scheduled_tokens.values()), np.int32)
         rows = np.array([state.row for state in states])
         computed = np.array([state.num_computed_tokens for state in states], np.int32)
@@ -234,7 +238,7 @@ class InputBatch:
 
 
 def _next_tokens(state: RequestState, num_tokens: int) -> list[int]:
-    """The tokens of `state` behind those computed."""
+    """Up to `num_tokens` known tokens of `state` behind those computed."""
     first_output = state.num_computed_tokens - len(state.prompt_token_ids)
     if first_output >= 0:
         return state.output_token_ids[first_output : first_output + num_tokens]

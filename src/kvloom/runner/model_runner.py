@@ -21,6 +21,7 @@ from kvloom.kv.planner import make_kv_cache_spec
 from kvloom.kv.spec import KVCacheConfig, KVCacheSpec
 from kvloom.ops.backend import Backend, EagerBackend, StepSizes
 from kvloom.ops.base import AttentionMetadata, Batch, Communicator, Value
+from kvloom.runner.drafts import mask_rows, report, sampling_rows, with_drafts
 from kvloom.runner.input_batch import (
     InputBatch,
     IntArray,
@@ -78,13 +79,15 @@ class StepHandle:
     """A step whose forward pass has started.
 
     Attributes:
-        logits: [num_rows, vocab_size], one row per entry of `sampled`, then those of `prompts`;
-            None when nothing ran.
+        logits: [num_rows, vocab_size], for each entry of `sampled` one row and one per draft, in
+            order of position, then those of `prompts`; None when nothing ran.
         sampled: requests whose next token is drawn.
+        drafts: by request that has any.
     """
 
     logits: Value | None = None
     sampled: list[RequestState] = field(default_factory=list)
+    drafts: Mapping[str, list[int]] = field(default_factory=dict)
     prompts: list[PromptTokens] = field(default_factory=list)
 
 
@@ -207,11 +210,15 @@ class ModelRunner:
                 self._backend.copy_blocks(storage, output.block_copies)
         if not output.num_scheduled_tokens:
             return StepHandle()
-        inputs = self._batch.prepare(output.num_scheduled_tokens)
+        drafts = output.scheduled_spec_decode_tokens
+        inputs = self._batch.prepare(output.num_scheduled_tokens, drafts)
         sampled = np.flatnonzero(inputs.is_complete)
         prompts = _unscored_prompt_tokens(inputs)
+        last_tokens = inputs.query_start[1:][sampled] - 1
+        states = [inputs.states[i] for i in sampled]
         rows = np.concatenate(
-            [inputs.query_start[1:][sampled] - 1, *(p.tokens for p in prompts)], dtype=np.int64
+            [with_drafts(last_tokens, states, drafts), *(p.tokens for p in prompts)],
+            dtype=np.int64,
         )
         assert len(rows) <= self.limits.max_num_logits_rows, "the scheduler bounds them"
         batch = Batch(
@@ -221,19 +228,24 @@ class ModelRunner:
             attention=self._build_attention_metadata(inputs),
         )
         logits = self._executable.forward(batch)
-        return StepHandle(logits, [inputs.states[i] for i in sampled], prompts)
+        return StepHandle(logits, states, drafts, prompts)
 
     def sample_tokens(
         self, handle: StepHandle, grammar: TokenMask | None = None
     ) -> ModelRunnerOutput:
-        """Draw the next token of every request that reached the end of its known tokens."""
+        """Draw the next token of every request that reached the end of its known tokens.
+
+        It draws behind each draft, too, as if the drafts before were known. Those that equal what
+        was drawn in their place are accepted; the first token drawn that differs is the last one.
+        """
         result = ModelRunnerOutput()
         if handle.logits is None:
             return result
         logits = self._backend.to_host(handle.logits)  # [num_rows, vocab_size]
-        drawn = self._draw(logits[: len(handle.sampled)], handle.sampled, grammar)
-        _report(drawn, handle.sampled, result)
-        self._score_prompts(logits[len(handle.sampled) :], handle.prompts, result)
+        rows = sampling_rows(handle.sampled, handle.drafts)
+        drawn = self._draw(logits[: len(rows)], rows, handle, grammar)
+        report(drawn, handle.sampled, handle.drafts, result)
+        self._score_prompts(logits[len(rows) :], handle.prompts, result)
         self.append_tokens(result.sampled_token_ids)
         return result
 
@@ -242,15 +254,16 @@ class ModelRunner:
         self._batch.append_tokens(sampled_token_ids)
 
     def _draw(
-        self, logits: Any, states: list[RequestState], grammar: TokenMask | None
+        self,
+        logits: Any,
+        rows: list[SamplingRow],
+        handle: StepHandle,
+        grammar: TokenMask | None,
     ) -> SampleResult:
-        """Choose one token per row of `logits` [num_reqs, vocab_size]."""
-        rows = [
-            SamplingRow(s.sampling_params, s.prompt_token_ids, s.output_token_ids) for s in states
-        ]
+        """Choose one token per row of `logits` [num_rows, vocab_size]."""
         if grammar is None:
             return self._sampler.sample(logits, rows)
-        grammar_rows = [grammar.rows.get(state.req_id, -1) for state in states]
+        grammar_rows = mask_rows(handle.sampled, handle.drafts, grammar)
         return self._sampler.sample(logits, rows, grammar.bits, grammar_rows)
 
     def _score_prompts(
@@ -280,18 +293,6 @@ class ModelRunner:
             )
             for group, block_size in enumerate(self._batch.block_sizes)
         ]
-
-
-def _report(drawn: SampleResult, states: list[RequestState], result: ModelRunnerOutput) -> None:
-    """Add what was drawn, or why not, to the step's result."""
-    for i, state in enumerate(states):
-        logprobs = drawn.logprobs[i]
-        if i in drawn.errors:
-            result.errors[state.req_id] = drawn.errors[i]
-            continue
-        result.sampled_token_ids[state.req_id] = [drawn.token_ids[i]]
-        if logprobs is not None:
-            result.logprobs[state.req_id] = [logprobs]
 
 
 def _unscored_prompt_tokens(inputs: StepInputs) -> list[PromptTokens]:

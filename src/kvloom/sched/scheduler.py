@@ -16,6 +16,7 @@ from kvloom.errors import RequestError
 from kvloom.kv.events import EventLog, RequestPreempted
 from kvloom.kv.manager import KVCacheManager
 from kvloom.request import Request, RequestStatus
+from kvloom.sched.drafts import Speculation
 from kvloom.sched.queue import RequestQueue, place_of
 from kvloom.sched.step_builder import BlockIds, StepBuilder
 from kvloom.sched.stop import Stop, check_stop
@@ -28,12 +29,16 @@ class SchedulerStats:
 
     Attributes:
         num_lost_tokens: computed tokens that preempted requests gave up.
+        num_draft_tokens: drafts that were computed.
+        num_accepted_tokens: drafts that became output tokens.
     """
 
     num_running: int
     num_waiting: int
     num_preemptions: int
     num_lost_tokens: int
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 class Scheduler:
@@ -56,12 +61,14 @@ class Scheduler:
         kv_cache_manager: KVCacheManager,
         max_model_len: int,
         events: EventLog | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         """Schedule over the blocks of `kv_cache_manager`; preemptions are recorded in `events`."""
         self._config = config
         self._kv = kv_cache_manager
         self._max_model_len = max_model_len
         self._events = events
+        self._speculation = speculation
         self._requests: dict[str, Request] = {}  # all that are not finished
         self._waiting = RequestQueue()  # without blocks: new, or preempted
         self._running = RequestQueue()  # with blocks
@@ -84,8 +91,14 @@ class Scheduler:
     @property
     def stats(self) -> SchedulerStats:
         """Requests by state, and what preemption cost."""
+        drafts = self._speculation
         return SchedulerStats(
-            self.num_running, self.num_waiting, self._num_preemptions, self._num_lost_tokens
+            self.num_running,
+            self.num_waiting,
+            self._num_preemptions,
+            self._num_lost_tokens,
+            0 if drafts is None else drafts.num_draft_tokens,
+            0 if drafts is None else drafts.num_accepted_tokens,
         )
 
     def has_unfinished_requests(self) -> bool:
@@ -155,6 +168,8 @@ class Scheduler:
             One event per request that got tokens or log-probabilities, or ended.
         """
         events, self._failed = self._failed, []
+        if self._speculation is not None:
+            self._speculation.count(output.scheduled_spec_decode_tokens, result.sampled_token_ids)
         for req_id in output.num_scheduled_tokens:
             request = self._requests.get(req_id)
             # Ended while the step ran, the id may even stand for a new request by now.
@@ -162,6 +177,9 @@ class Scheduler:
                 event = self._update_request(request, result)
                 if event is not None:
                     events.append(event)
+                if req_id in output.scheduled_spec_decode_tokens:
+                    # The accepted drafts are stored, and what was sampled behind them is not.
+                    request.num_computed_tokens = request.num_tokens - 1
         return events
 
     def fail_step(self, output: SchedulerOutput, reason: str) -> None:
@@ -187,6 +205,8 @@ class Scheduler:
             num_tokens = step.num_fitting_tokens(request, num_missing_tokens)
             if num_tokens == 0:  # its last token is still being computed
                 continue
+            if num_missing_tokens == 1 and self._schedule_drafts(request, step):
+                continue
             if num_tokens > 1:
                 num_tokens = self._kv.limit_chunk(request, num_tokens)
             new_block_ids = self._kv.allocate_slots(request, num_tokens)
@@ -196,6 +216,27 @@ class Scheduler:
                     return
             step.add_running(request, num_tokens, new_block_ids)
             request.num_computed_tokens += num_tokens
+
+    def _schedule_drafts(self, request: Request, step: StepBuilder) -> bool:
+        """Schedule the last known token with drafts behind it, if there are any and room for them.
+
+        They take what is left over: for them nobody waits or gives way.
+        """
+        if self._speculation is None:
+            return False
+        num_kept_tokens = self.num_running - len(step.num_scheduled_tokens)  # one for each to come
+        drafts = self._speculation.propose(request, step.num_fitting_drafts(num_kept_tokens))
+        if drafts:
+            drafts = drafts[: self._kv.limit_chunk(request, 1 + len(drafts)) - 1]
+        if not drafts:
+            return False
+        new_block_ids = self._kv.allocate_slots(request, 1 + len(drafts))
+        if new_block_ids is None:
+            return False
+        step.add_running(request, 1, new_block_ids)
+        step.add_drafts(request.req_id, drafts)
+        request.num_computed_tokens += 1
+        return True
 
     def _take_from_last(self, request: Request, num_tokens: int) -> BlockIds | None:
         """Blocks that running requests behind `request` gave up; None if it gave way itself."""
@@ -303,6 +344,8 @@ class Scheduler:
         if request.status is not RequestStatus.WAITING:
             self._finished_req_ids.add(request.req_id)
         self._kv.free(request)
+        if self._speculation is not None:
+            self._speculation.forget(request.req_id)
         request.status = status
         request.stop_reason = stop_reason
         del self._requests[request.req_id]

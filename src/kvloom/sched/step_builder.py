@@ -25,6 +25,7 @@ class StepBuilder:
     Attributes:
         num_free_tokens: what is left of its token budget.
         num_free_rows: what is left of the rows of logits that requests may have beyond one each.
+        drafts: by request, those of its scheduled tokens that are guessed, the last ones.
     """
 
     num_free_tokens: int
@@ -32,6 +33,7 @@ class StepBuilder:
     new: list[NewRequestData] = field(default_factory=list)
     cached: list[_Diff] = field(default_factory=list)
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
+    drafts: dict[str, list[int]] = field(default_factory=dict)
 
     def num_fitting_tokens(self, request: Request, num_missing_tokens: int) -> int:
         """How many of the tokens that a request has yet to compute fit into the step."""
@@ -39,6 +41,10 @@ class StepBuilder:
         if num_tokens > 1 and _scores_prompt(request):
             return min(num_tokens, 1 + self.num_free_rows)
         return num_tokens
+
+    def num_fitting_drafts(self, num_kept_tokens: int) -> int:
+        """How many drafts of one request fit beside `num_kept_tokens` known tokens."""
+        return min(self.num_free_tokens - num_kept_tokens, self.num_free_rows)
 
     def add_new(self, request: Request, num_tokens: int, block_ids: BlockIds) -> None:
         """Schedule a request that workers have not seen; `block_ids` is its whole table."""
@@ -70,6 +76,13 @@ class StepBuilder:
         self.cached.append((request.req_id, False, [], new_block_ids, computed))
         self._spend(request, num_tokens)
 
+    def add_drafts(self, req_id: str, drafts: list[int]) -> None:
+        """Schedule drafts behind all known tokens of a request that is in the step."""
+        self.drafts[req_id] = drafts
+        self.num_scheduled_tokens[req_id] += len(drafts)
+        self.num_free_tokens -= len(drafts)
+        self.num_free_rows -= len(drafts)
+
     def build(
         self, num_common_prefix_blocks: list[int], finished_req_ids: set[str]
     ) -> SchedulerOutput:
@@ -79,7 +92,7 @@ class StepBuilder:
             scheduled_cached_reqs=CachedRequestData(*map(list, zip(*self.cached, strict=True))),
             num_scheduled_tokens=self.num_scheduled_tokens,
             total_num_scheduled_tokens=sum(self.num_scheduled_tokens.values()),
-            scheduled_spec_decode_tokens={},
+            scheduled_spec_decode_tokens=self.drafts,
             scheduled_encoder_inputs={},
             num_common_prefix_blocks=num_common_prefix_blocks,
             finished_req_ids=finished_req_ids,
