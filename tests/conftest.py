@@ -12,16 +12,31 @@ FULL_SCALE = 20
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="long runs in full size")
+    parser.addoption("--torch", action="store_true", help="the tests that need torch alone")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the tests marked `full` out of a normal run; they would take minutes."""
-    if config.getoption("--full"):
-        return
-    left_out = [item for item in items if item.get_closest_marker("full")]
+    """Leave out what was not asked for: tests marked `full` take minutes, `torch` needs torch."""
+    is_full, is_torch = config.getoption("--full"), config.getoption("--torch")
+
+    def is_wanted(item: pytest.Item) -> bool:
+        return (is_full or item.get_closest_marker("full") is None) and (
+            is_torch == (item.get_closest_marker("torch") is not None)
+        )
+
+    left_out = [item for item in items if not is_wanted(item)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("full")]
+        items[:] = [item for item in items if is_wanted(item)]
+
+
+@pytest.fixture(params=["reference", pytest.param("torch", marks=pytest.mark.torch)])
+def each_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What `eager_backends.make_backend` makes: each backend that computes at once, in turn."""
+    import eager_backends
+
+    monkeypatch.setattr(eager_backends, "NAME", request.param)
+    return request.param
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""One attention layer of the reference over a pool of blocks, driven step by step by tests."""
+"""One attention layer over a pool of blocks, driven step by step by tests."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from eager_backends import make_backend, make_ops
 from kvloom.dtypes import DType
 from kvloom.kv.spec import AttentionSpec, FullAttentionSpec
 from kvloom.ops.base import Attention, AttentionMetadata, Batch, KVLayer, Ops, Parameter
-from kvloom.ops.reference import ReferenceBackend
-from kvloom.runner.collectives import SingleRankCommunicator
 
 BLOCK_SIZES = [1, 2, 4, 8, 16]
 SCHEDULES = {"prefill": [10], "decode": [1] * 10, "chunks": [3, 3, 4]}
@@ -71,7 +70,7 @@ class Cache:
         self.tables = ids.reshape(num_requests, blocks_each).astype(np.int32)
         self.num_computed = [0] * num_requests
         self.block_size = block_size
-        self.backend = ReferenceBackend()
+        self.backend = make_backend()
         defaults = {"num_kv_heads": 1, "head_size": HEAD_SIZE, "dtype": DType.FLOAT32}
         self.spec = spec_type(block_size=block_size, **(defaults | spec))
         self.raw = self.backend.allocate_kv(self.spec.page_size_bytes * self.num_blocks)
@@ -138,7 +137,7 @@ class Cache:
         pad = ((0, num_padding), (0, 0), (0, 0))
         q, k, v = (np.pad(x, pad, constant_values=np.nan) for x in (q, k, v))
         ids = np.zeros(len(q), np.int64)
-        ops = self.backend.ops(Batch(ids, ids, ids, [metadata]), SingleRankCommunicator())
+        ops = make_ops(self.backend, Batch(ids, ids, ids, [metadata]))
         return ops, q, k, v
 
 

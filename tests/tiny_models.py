@@ -19,7 +19,6 @@ from kvloom.models.base import Model, ModelDTypes
 from kvloom.models.parallel import TensorParallelRank
 from kvloom.models.registry import build_model
 from kvloom.ops.base import AttentionMetadata, Batch
-from kvloom.ops.reference import ReferenceBackend
 from kvloom.runner.collectives import SingleRankCommunicator, make_thread_communicators
 from kvloom.weights.loader import load_weights
 from memory_checkpoint import MemoryCheckpoint
@@ -134,7 +133,7 @@ def make_weights(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]
 
 def build_loaded(
     config: Mapping[str, Any],
-    backend: ReferenceBackend,
+    backend: Any,
     rank: TensorParallelRank = TensorParallelRank(),  # noqa: B008 - frozen, so it may be shared
 ) -> Model:
     """A model of `config` with `make_weights`' weights, as the loader arranges them."""
@@ -151,7 +150,7 @@ class TinyRunner:
     what is not there shows.
     """
 
-    def __init__(self, model: Model, backend: ReferenceBackend, block_size: int = 4) -> None:
+    def __init__(self, model: Model, backend: Any, block_size: int = 4) -> None:
         self.model, self.backend, self.block_size = model, backend, block_size
         self.num_blocks = 1 + -(-model.max_model_len // block_size)
         self.num_computed = 0
@@ -190,9 +189,7 @@ class TinyRunner:
 class _LayerGroup:
     """The blocks of one layer and the request's table of them."""
 
-    def __init__(
-        self, layer: LayerSpec, backend: ReferenceBackend, block_size: int, num_blocks: int
-    ) -> None:
+    def __init__(self, layer: LayerSpec, backend: Any, block_size: int, num_blocks: int) -> None:
         self.layer = layer
         self.spec: KVCacheSpec = make_kv_cache_spec(layer, block_size)
         self.raw = backend.allocate_kv(self.spec.page_size_bytes * num_blocks)

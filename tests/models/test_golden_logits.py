@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from kvloom.ops.reference import ReferenceBackend
+from eager_backends import make_backend
 from tiny_families import ALL_CASES, GOLDEN_FILES
 from tiny_models import (
     CASES,
@@ -21,15 +22,20 @@ from tiny_models import (
 )
 
 GOLDEN = Path(__file__).parent.parent / "golden"
-BACKEND = ReferenceBackend()
+pytestmark = pytest.mark.usefixtures("each_backend")
 # One of each family whose layers are alike, and all others.
 SCHEDULED_CASES = ["llama_mha_biases", "qwen2_tied", "qwen3_tied", "mistral_gqa"]
 SCHEDULED_CASES += [case for case in ALL_CASES if case not in CASES]
 
 
+def make_runner(config: dict[str, Any], block_size: int = 4) -> TinyRunner:
+    backend = make_backend()
+    return TinyRunner(build_loaded(config, backend), backend, block_size)
+
+
 def logits(case: str, chunks: list[int], block_size: int = 4) -> np.ndarray:
     """[NUM_TOKENS, vocab_size], computed chunk by chunk over the cache."""
-    runner = TinyRunner(build_loaded(ALL_CASES[case], BACKEND), BACKEND, block_size)
+    runner = make_runner(ALL_CASES[case], block_size)
     ids, ends = make_token_ids(case), list(itertools.accumulate(chunks))
     assert ends[-1] == NUM_TOKENS
     return np.concatenate(
@@ -73,19 +79,15 @@ def test_a_later_token_changes_no_earlier_logits() -> None:
     case = "llama_gqa"
     ids = make_token_ids(case)
     changed = [*ids[:-1], (ids[-1] + 1) % 48]
-    runs = [
-        TinyRunner(build_loaded(CASES[case], BACKEND), BACKEND).step(tokens)
-        for tokens in (ids, changed)
-    ]
+    runs = [make_runner(CASES[case]).step(tokens) for tokens in (ids, changed)]
     np.testing.assert_allclose(runs[0][:-1], runs[1][:-1], rtol=0, atol=1e-5)
     assert np.abs(runs[0][-1] - runs[1][-1]).max() > 0.1
 
 
 def test_only_the_wanted_rows_are_returned() -> None:
     ids = make_token_ids("llama_gqa")
-    model = build_loaded(CASES["llama_gqa"], BACKEND)
-    every = TinyRunner(model, BACKEND).step(ids)
-    some = TinyRunner(model, BACKEND).step(ids, rows=[23, 4])
+    every = make_runner(CASES["llama_gqa"]).step(ids)
+    some = make_runner(CASES["llama_gqa"]).step(ids, rows=[23, 4])
     np.testing.assert_allclose(some, every[[23, 4]], rtol=0, atol=1e-5)
 
 
@@ -96,6 +98,5 @@ ROPE_CASES = [case for case in CASES if any(k in case for k in ("linear", "llama
 def test_the_scaled_ropes_show_in_the_logits(case: str) -> None:
     config = {k: v for k, v in CASES[case].items() if k != "rope_scaling"}
     theta = config.pop("rope_parameters", config).get("rope_theta")
-    runner = TinyRunner(build_loaded({**config, "rope_theta": theta}, BACKEND), BACKEND)
-    unscaled = runner.step(make_token_ids(case))
+    unscaled = make_runner({**config, "rope_theta": theta}).step(make_token_ids(case))
     assert np.abs(unscaled - logits(case, [NUM_TOKENS])).max() > 0.01

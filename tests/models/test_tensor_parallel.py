@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from eager_backends import make_backend
 from kvloom.dtypes import DType
 from kvloom.errors import ParallelSizeError
 from kvloom.models.base import ModelDTypes
@@ -24,20 +25,21 @@ from tiny_models import (
     tensor_shapes,
 )
 
-BACKEND = ReferenceBackend()
 DTYPES = ModelDTypes(DType.BFLOAT16, DType.BFLOAT16)
 UNEVEN = {"vocab_size": 49, "intermediate_size": 41}
 
 
+@pytest.mark.usefixtures("each_backend")
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("case", [*ALL_CASES, "uneven"])
 def test_logits_of_every_rank_equal_the_whole_model(case: str, world_size: int) -> None:
     config = CASES["qwen2_tied"] | UNEVEN if case == "uneven" else ALL_CASES[case]
     ids = make_token_ids(case)
-    whole = TinyRunner(build_loaded(config, BACKEND), BACKEND).step(ids)
+    backend = make_backend()
+    whole = TinyRunner(build_loaded(config, backend), backend).step(ids)
 
     def work(rank: TensorParallelRank, communicator: Any) -> np.ndarray:
-        runner = TinyRunner(build_loaded(config, BACKEND, rank), BACKEND)
+        runner = TinyRunner(build_loaded(config, backend, rank), backend)
         chunks = [ids[:10], ids[10:11], ids[11:]]
         return np.concatenate([runner.step(chunk, communicator) for chunk in chunks])
 
@@ -90,7 +92,7 @@ def test_kv_heads_per_rank_and_real_bytes(world_size: int) -> None:
             assert (layer.num_kv_heads, layer.num_global_kv_heads) == (max(8 // world_size, 1), 8)
             assert (layer.head_size, layer.dtype) == (128, DType.BFLOAT16)
     model = build_model(large_config(), TensorParallelRank(0, world_size), DTYPES)
-    runner = TinyRunner(model, BACKEND, block_size=16)
+    runner = TinyRunner(model, ReferenceBackend(), block_size=16)
     for layer in model.attention_layers:
         assert layer.spec is not None
         assert layer.spec.page_size_bytes == BLOCK_BYTES[world_size]

@@ -25,6 +25,8 @@ from reference_cache import (
     run_counting,
 )
 
+pytestmark = pytest.mark.usefixtures("each_backend")
+
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)

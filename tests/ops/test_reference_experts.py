@@ -8,18 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from eager_backends import make_ops
 from kvloom.dtypes import DType
-from kvloom.ops.base import Activation, Batch, Experts, Parameter, Routing
-from kvloom.ops.reference_ops import ReferenceOps
-from kvloom.runner.collectives import SingleRankCommunicator
+from kvloom.ops.base import Activation, Experts, Parameter, Routing
+
+pytestmark = pytest.mark.usefixtures("each_backend")
 
 # Logarithms, so that softmax gives exact tenths: 0.4, 0.1, 0.3, 0.2.
 TENTHS = np.log(np.array([[4.0, 1.0, 3.0, 2.0]])).astype(np.float32)
-
-
-def make_ops() -> Any:
-    none = np.zeros(0, np.int64)
-    return ReferenceOps(Batch(none, none, none), SingleRankCommunicator())
 
 
 def parameter(values: object) -> Parameter:

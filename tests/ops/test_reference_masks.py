@@ -39,6 +39,8 @@ from reference_cache import (
     sees_window,
 )
 
+pytestmark = pytest.mark.usefixtures("each_backend")
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -284,7 +286,7 @@ def test_a_shared_layer_reads_what_its_target_stored(kind: Kind, schedule: str) 
         part = slice(first, first + count)
         ops, *qkv = cache.begin([Piece(0, q[part], k[part], v[part])])
         ops.attention(cache.layer, *qkv, Attention(1.0))
-        stored = cache.raw.copy()
+        stored = np.asarray(cache.raw).copy()
         out.append(ops.shared_attention(shared, shared_q[part], attention))
         np.testing.assert_array_equal(cache.raw, stored)
         first += count

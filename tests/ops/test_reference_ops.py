@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 
+from eager_backends import make_ops
 from kvloom.dtypes import DType
-from kvloom.ops.base import Batch, Parameter, PositionScale, Rope, Routing
-from kvloom.ops.reference_ops import ReferenceOps
-from kvloom.runner.collectives import SingleRankCommunicator
+from kvloom.ops.base import Parameter, PositionScale, Rope, Routing
 
-
-def make_ops() -> Any:
-    none = np.zeros(0, np.int64)
-    return ReferenceOps(Batch(none, none, none), SingleRankCommunicator())
+pytestmark = pytest.mark.usefixtures("each_backend")
 
 
 def parameter(values: object) -> Parameter:

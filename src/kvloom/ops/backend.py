@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from kvloom.errors import WeightsError
 from kvloom.kv.spec import KVCacheSpec
 from kvloom.ops.base import Batch, Communicator, Ops, PackedFormat, Parameter, StoredRows, Value
 
@@ -99,3 +100,16 @@ class EagerBackend(Backend, Protocol):
 
     def ops(self, batch: Batch, communicator: Communicator) -> Ops:
         """The operations for one step over `batch`."""
+
+
+def check_packed_shape(parameter: Parameter, shape: tuple[int, ...]) -> None:
+    """Refuse an array that is not the parameter's.
+
+    Raises:
+        WeightsError: names the parameter and both shapes.
+    """
+    if shape != parameter.shape:
+        raise WeightsError(
+            f"{parameter.name} should have shape {parameter.shape}, not {shape}; "
+            "the checkpoint does not belong to this config"
+        )

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kvloom.dtypes import DType
 from kvloom.errors import ConfigError, WeightsError
 from kvloom.kv.spec import AttentionSpec, KVCacheSpec, MLAAttentionSpec
-from kvloom.ops.backend import RunnableModel, StepSizes
+from kvloom.ops.backend import RunnableModel, StepSizes, check_packed_shape
 from kvloom.ops.base import Communicator, PackedFormat, Parameter, StoredRows
 from kvloom.ops.isa import load_native
 from kvloom.ops.native_program import NativeProgram
@@ -86,11 +86,7 @@ class NativeBackend:
             WeightsError: the array's shape is not the parameter's.
         """
         values = np.ascontiguousarray(array, dtype=np.float32)
-        if values.shape != parameter.shape:
-            raise WeightsError(
-                f"{parameter.name} should have shape {parameter.shape}, not {values.shape}; "
-                "the checkpoint does not belong to this config"
-            )
+        check_packed_shape(parameter, values.shape)
         if not parameter.is_matrix:
             return values
         rows = values.reshape(-1, values.shape[-1])

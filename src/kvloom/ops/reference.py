@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvloom.errors import ConfigError, WeightsError
+from kvloom.errors import ConfigError
 from kvloom.kv.spec import AttentionSpec, KVCacheSpec, MLAAttentionSpec
-from kvloom.ops.backend import RunnableModel, StepSizes
+from kvloom.ops.backend import RunnableModel, StepSizes, check_packed_shape
 from kvloom.ops.base import Batch, Communicator, Ops, PackedFormat, Parameter, StoredRows
 from kvloom.ops.reference_attention import STORED_TYPES, Array, ReferenceStorage
 from kvloom.ops.reference_ops import ReferenceOps
@@ -59,11 +59,7 @@ class ReferenceBackend:
             WeightsError: the array's shape is not the parameter's.
         """
         packed = np.ascontiguousarray(array, dtype=np.float32)
-        if packed.shape != parameter.shape:
-            raise WeightsError(
-                f"{parameter.name} should have shape {parameter.shape}, not {packed.shape}; "
-                "the checkpoint does not belong to this config"
-            )
+        check_packed_shape(parameter, packed.shape)
         return packed
 
     def allocate_kv(self, size_bytes: int) -> npt.NDArray[np.int8]:
