@@ -21,6 +21,7 @@ MAX_DRAFT_TOKENS = 64
 
 # Names from elsewhere, too far from ours to be guessed.
 _ALIASES = {
+    "async_scheduling": "has_async_stepping",
     "enable_prefix_caching": "has_prefix_cache",
     "gpu_memory_utilization": "memory_share",
     "kv_cache_memory_bytes": "kv_cache_bytes",
@@ -149,11 +150,13 @@ class SchedulerConfig:
         max_num_batched_tokens: token budget of one step, over all requests.
         max_num_bypasses: how often the head of the waiting queue may be passed by smaller requests
             before everybody waits for it.
+        has_async_stepping: whether a step is scheduled while the one before it runs.
     """
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     max_num_bypasses: int = 16
+    has_async_stepping: bool = False
 
     def __post_init__(self) -> None:
         _check_types(self)

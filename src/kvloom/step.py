@@ -43,7 +43,8 @@ class CachedRequestData:
     Attributes:
         resumed_from_preemption: True where `new_block_ids` replace the table; else they append.
         new_token_ids: tokens the worker does not know yet; empty where it sampled them itself.
-        num_computed_tokens: tokens whose KV is stored before this step.
+        num_computed_tokens: tokens whose KV is stored before this step; the worker knows them all,
+            and those that this step computes, once it has sampled the steps before.
     """
 
     req_ids: list[str] = field(default_factory=list)
@@ -133,6 +134,16 @@ class ModelRunnerOutput:
     logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def appended_token_ids(self) -> dict[str, list[int]]:
+        """What workers go on with: token 0 for requests with an error, which a step may still name.
+
+        They have ended; nobody reads what is computed behind it.
+        """
+        if not self.errors:
+            return self.sampled_token_ids
+        return self.sampled_token_ids | {req_id: [0] for req_id in self.errors}
 
 
 @dataclass(slots=True)  # one per request and step: making a frozen one takes three times as long

@@ -19,9 +19,14 @@ from tiny_folder import greedy
 PROMPT = "The quick brown fox"
 
 
-@pytest.fixture
-def engine(folder: Path) -> Iterator[AsyncLLM]:
-    engine = AsyncLLM(model=str(folder), num_blocks=200, max_num_batched_tokens=64)
+@pytest.fixture(params=["lockstep", "async"])
+def engine(folder: Path, request: pytest.FixtureRequest) -> Iterator[AsyncLLM]:
+    engine = AsyncLLM(
+        model=str(folder),
+        num_blocks=200,
+        max_num_batched_tokens=64,
+        has_async_stepping=request.param == "async",
+    )
     yield engine
     assert engine.num_open_choices == 0
     engine._engine.inspect(lambda core: core.manager.check()).result()

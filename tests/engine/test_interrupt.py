@@ -16,14 +16,16 @@ PROMPT = "a prompt that fills several blocks of sixteen tokens each, and some mo
 PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
-@pytest.fixture(params=[1, 2])
+@pytest.fixture(params=[(1, False), (2, False), (1, True), (2, True)], ids=str)
 def llm(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[LLM]:
+    num_ranks, is_async = request.param
     llm = LLM(
         model=str(make_tiny_folder(tmp_path)),
         num_blocks=100,
         max_num_batched_tokens=32,
         backend="reference",
-        tensor_parallel_size=request.param,
+        tensor_parallel_size=num_ranks,
+        has_async_stepping=is_async,
     )
     yield llm
     llm._core.manager.check()

@@ -53,7 +53,7 @@ def test_first_request_gets_block_1():
     assert manager.get_computed_blocks(request).num_tokens == 0
     assert manager.allocate_slots(request, 8) == ([1],)
     assert manager.get_block_ids("r") == ([1],)
-    assert manager.num_common_prefix_blocks(1) == [1]
+    assert manager.num_common_prefix_blocks() == [1]
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 4, 8])
@@ -209,20 +209,20 @@ def test_requests_may_share_blocks_before_they_are_written():
     assert admit(manager, make_request("a", range(9))) == (0, ([1, 2, 3],))
     assert admit(manager, make_request("b", range(9))) == (8, ([4],))
     assert manager.get_block_ids("b") == ([1, 2, 4],)
-    assert manager.num_common_prefix_blocks(2) == [2]
+    assert manager.num_common_prefix_blocks() == [2]
 
 
 def test_common_prefix_counts_all_holders_and_partial_blocks():
     manager = make_manager(num_groups=2)
-    assert manager.num_common_prefix_blocks(0) == [0, 0]
+    assert manager.num_common_prefix_blocks() == [0, 0]
     one = make_request("one", range(6))
     admit(manager, one)
-    assert manager.num_common_prefix_blocks(1) == [2, 2]
+    assert manager.num_common_prefix_blocks() == [2, 2]
     other = make_request("other", [*range(4), *range(50, 60)])
     admit(manager, other)
-    assert manager.num_common_prefix_blocks(2) == [1, 1]
+    assert manager.num_common_prefix_blocks() == [1, 1]
     admit(manager, make_request("stranger", range(900, 910)))
-    assert manager.num_common_prefix_blocks(3) == [0, 0]
+    assert manager.num_common_prefix_blocks() == [0, 0]
 
 
 def test_groups_have_disjoint_tables_and_a_joint_hit():
@@ -251,22 +251,23 @@ def test_the_group_that_lost_a_block_cuts_the_joint_hit(group):
     assert admit(manager, make_request("again", range(9)))[0] == 4
 
 
-def test_discarded_blocks_are_not_found_again():
+def test_forgotten_blocks_are_not_found_again():
     manager = make_manager()
     run_once(manager, "healthy", range(4))
     failed = make_request("failed", range(13))
     admit(manager, failed)
-    manager.discard(failed)
+    manager.forget(failed)
+    manager.free(failed)
     manager.check()
     assert manager.num_used_blocks == 0
     assert run_once(manager, "retry", range(13)) == 0
     assert run_once(manager, "again", range(13)) == 12
 
 
-def test_free_and_discard_of_a_request_without_blocks_do_nothing():
+def test_free_and_forget_of_a_request_without_blocks_do_nothing():
     manager = make_manager()
     manager.free(make_request("unknown", range(4)))
-    manager.discard(make_request("unknown", range(4)))
+    manager.forget(make_request("unknown", range(4)))
     manager.check()
 
 

@@ -238,7 +238,8 @@ def test_failed_requests_take_what_they_dropped_along():
     failed = make_request("failed", range(40))
     prefill(manager, failed, budget=16)
     assert hit_of(manager, range(21)) == 20  # columns 3 and 4: dropped, but cached
-    manager.discard(failed)
+    manager.forget(failed)
+    manager.free(failed)
     manager.check()
     assert [hit_of(manager, range(n)) for n in range(1, 41)] == [0] * 40
     assert hit_of(manager, range(500, 540)) == 36
@@ -254,7 +255,8 @@ def test_a_dropped_block_that_became_another_s_is_not_forgotten():
     prefill(manager, other, budget=4)  # takes the blocks that the first dropped
     num_cached = hit_of(manager, range(500, 540))
     assert num_cached == 36
-    manager.discard(failed)
+    manager.forget(failed)
+    manager.free(failed)
     manager.check()
     assert hit_of(manager, range(500, 540)) == 36
 
@@ -319,18 +321,18 @@ def test_nobody_holds_what_a_null_column_stands_for():
     manager = make_manager(kinds, budget=8)
     one = make_request("one", range(8))
     prefill(manager, one)
-    assert manager.num_common_prefix_blocks(1) == [2, 2]
+    assert manager.num_common_prefix_blocks() == [2, 2]
     other = make_request("other", [*range(8), 50])
     advance(manager, other, 1)  # its query at 8 sees tokens 3 to 7: columns 0 and 1
-    assert manager.num_common_prefix_blocks(2) == [2, 2]
+    assert manager.num_common_prefix_blocks() == [2, 2]
     one.token_ids += range(60, 64)
     advance(manager, one, 4)
-    assert manager.num_common_prefix_blocks(2) == [2, 2]
+    assert manager.num_common_prefix_blocks() == [2, 2]
     one.token_ids += [64]
     advance(manager, one, 1)  # its query at 12 sees tokens 7 to 11: column 0 is null
-    assert manager.num_common_prefix_blocks(2) == [2, 0]
+    assert manager.num_common_prefix_blocks() == [2, 0]
     manager.free(other)
-    assert manager.num_common_prefix_blocks(1) == [4, 0]
+    assert manager.num_common_prefix_blocks() == [4, 0]
 
 
 @pytest.mark.parametrize("field", ["num_transient", "num_owed", "num_null_blocks"])

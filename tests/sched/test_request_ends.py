@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvloom.errors import RequestError
 from kvloom.request import RequestStatus
 from kvloom.step import TokenLogprobs
 
@@ -39,8 +40,11 @@ def test_abort_in_every_state(setup, fresh, state):
     # Again: it is gone.
     assert s.scheduler.finish_requests(["r"], RequestStatus.FINISHED_ABORT) == []
     # Workers are told of it if they have seen it.
-    assert s.schedule().finished_req_ids == (set() if state == "waiting" else {"r"})
+    output = s.schedule()
+    assert output.finished_req_ids == (set() if state == "waiting" else {"r"})
     s.scheduler.finish_requests(["old"], RequestStatus.FINISHED_ABORT)
+    assert s.manager.num_used_blocks > 0  # the step in flight may still read them
+    assert s.update(output) == []
     assert s.manager.num_used_blocks == 0
     assert not s.scheduler.has_unfinished_requests()
 
@@ -50,8 +54,10 @@ def test_results_of_a_request_that_ended_meanwhile_are_dropped(setup):
     request = s.add("r", range(3), max_tokens=5)
     output = s.schedule()
     s.scheduler.finish_requests(["r"], RequestStatus.FINISHED_ABORT)
-    again = s.add("r", range(3), max_tokens=5)  # the id is free again
+    with pytest.raises(RequestError, match="req_id"):
+        s.add("r", range(3), max_tokens=5)
     assert s.update(output, sampled_token_ids={"r": [7]}) == []
+    again = s.add("r", range(3), max_tokens=5)  # the id is free again
     assert request.num_output_tokens == again.num_output_tokens == 0
     output = s.schedule()
     assert output.finished_req_ids == {"r"}

@@ -123,10 +123,12 @@ def test_nothing_is_scheduled_twice_before_its_token_is_known(setup):
     s.add("r", range(6), max_tokens=3)
     first, second = s.schedule(), s.schedule()
     assert [o.num_scheduled_tokens for o in (first, second)] == [{"r": 4}, {"r": 2}]
-    assert s.schedule().num_scheduled_tokens == {}
+    third = s.schedule()
+    assert third.num_scheduled_tokens == {}
     assert s.update(first, sampled_token_ids={}) == []
     [event] = s.update(second)
     assert len(event.new_token_ids) == 1
+    assert s.update(third) == []
 
 
 def test_prompt_logprobs_pass_through_chunk_by_chunk(setup):

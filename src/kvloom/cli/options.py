@@ -147,6 +147,14 @@ _STEP_ARGUMENTS: _Arguments = (
             "help": "token budget of a step (default: %(default)s)",
         },
     ),
+    (
+        ("--async-stepping",),
+        {
+            "dest": "has_async_stepping",
+            "action": "store_true",
+            "help": "schedule a step while the one before it runs",
+        },
+    ),
 )
 
 _ENGINE_OPTIONS = (
@@ -162,6 +170,7 @@ _ENGINE_OPTIONS = (
     "has_prefix_cache",
     "max_num_seqs",
     "max_num_batched_tokens",
+    "has_async_stepping",
     "tensor_parallel_size",
 )
 

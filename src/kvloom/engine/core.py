@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvloom.config import EngineConfig
+from kvloom.engine.device import Device, DeviceResult
 from kvloom.engine.stats import EngineObserver, EngineStats, StepReport, StepTimes
 from kvloom.errors import CapacityError
 from kvloom.kv.manager import KVCacheManager
@@ -19,7 +21,7 @@ from kvloom.request import Request, RequestStatus
 from kvloom.runner.executor import InProcessExecutor
 from kvloom.sched.drafts import make_speculation
 from kvloom.sched.scheduler import Scheduler
-from kvloom.step import RequestEvent
+from kvloom.step import RequestEvent, SchedulerOutput
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,12 +31,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class _StepInFlight:
+    """A step from its schedule to its update; `start` is when that was, by `time.perf_counter`."""
+
+    output: SchedulerOutput
+    start: float
+    wait: Callable[[], DeviceResult]
+
+
 class EngineCore:
     """Runs requests on one model until they finish.
 
     Start-up is the first two integration points: every worker answers its memory and its layers'
     specs, the planner turns them into one config per worker, workers allocate and bind. Each
-    `step` is the other two.
+    `step` is the other two. With asynchronous stepping, one step is scheduled ahead.
     """
 
     def __init__(
@@ -68,6 +79,11 @@ class EngineCore:
         self.scheduler = Scheduler(
             config.scheduler, self.manager, self.max_model_len, log, speculation
         )
+        is_async = config.scheduler.has_async_stepping
+        self._device = Device(self.executor, has_thread=is_async)
+        self._max_num_in_flight = 2 if is_async else 1
+        self._in_flight: deque[_StepInFlight] = deque()
+        self._last_end = 0.0  # of a step
 
     def _plan_kv_cache(self) -> KVCachePlan:
         specs = self.executor.get_kv_cache_specs()
@@ -127,6 +143,11 @@ class EngineCore:
         events = self.scheduler.finish_requests(req_ids, status, stop_string)
         if events and self._observer is not None:
             self._observer.requests_ended(events)
+        if not self.scheduler.has_unfinished_requests():
+            try:
+                self._end_steps()
+            except Exception:  # nobody is left who could hear of it
+                logger.exception("a step failed whose requests have ended")
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do."""
@@ -138,26 +159,50 @@ class EngineCore:
         Whatever cuts the step short ends its requests with "error", so that nothing is read that
         was never computed, and is raised again.
         """
-        start = time.perf_counter()
-        output = self.scheduler.schedule()
-        device_start = time.perf_counter()
+        while len(self._in_flight) < self._max_num_in_flight:
+            start = time.perf_counter()
+            output = self.scheduler.schedule()
+            self._in_flight.append(_StepInFlight(output, start, self._device.begin(output)))
+        events = self._end_step()
+        if not self.scheduler.has_unfinished_requests():
+            events += self._end_steps()
+        return events
+
+    def _end_steps(self) -> list[RequestEvent]:
+        """End all steps in flight: what ended requests hold is free then."""
+        events: list[RequestEvent] = []
+        while self._in_flight:
+            events += self._end_step()
+        return events
+
+    def _end_step(self) -> list[RequestEvent]:
+        step = self._in_flight[0]
         try:
-            handle = self.executor.execute_model(output)
-            result = self.executor.sample_tokens(handle, output.grammar_bitmask)
+            result = step.wait()
         except BaseException as error:
-            self.scheduler.fail_step(output, f"the step failed: {error!r}")
+            self._device.cancel()
+            while self._in_flight:
+                output = self._in_flight.popleft().output
+                self.scheduler.fail_step(output, f"the step failed: {error!r}")
             raise
-        device_seconds = time.perf_counter() - device_start
-        events = self.scheduler.update(output, result)
-        seconds = time.perf_counter() - start
+        self._in_flight.popleft()
+        events = self.scheduler.update(step.output, result.output)
+        self._report(step, events, result.seconds)
+        return events
+
+    def _report(
+        self, step: _StepInFlight, events: list[RequestEvent], device_seconds: float
+    ) -> None:
+        """Count a step; one that was scheduled ahead begins when the one before it ends."""
+        start, end = max(step.start, self._last_end), time.perf_counter()
+        self._last_end = end
         self._steps.num_steps += 1
-        self._steps.num_scheduled_tokens += output.total_num_scheduled_tokens
-        self._steps.seconds += seconds
+        self._steps.num_scheduled_tokens += step.output.total_num_scheduled_tokens
+        self._steps.seconds += end - start
         self._steps.device_seconds += device_seconds
         if self._observer is not None:
-            report = StepReport(output, events, start, seconds, device_seconds)
+            report = StepReport(step.output, events, start, end - start, device_seconds)
             self._observer.step_ended(report)
-        return events
 
     @property
     def stats(self) -> EngineStats:
@@ -170,5 +215,6 @@ class EngineCore:
         )
 
     def shutdown(self) -> None:
-        """Stop the ranks' threads."""
+        """Stop the threads."""
+        self._device.shutdown()
         self.executor.shutdown()

@@ -193,7 +193,7 @@ class KVCacheManager:
         A request without blocks enters only if the steady blocks of all of its known tokens are
         free beside what others were promised when they entered; one that grows takes any block but
         the reserve's. `num_new_tokens` above 1 must have passed `limit_chunk`. Those beyond the
-        known tokens are guesses, and no block is published with them.
+        known tokens may turn out otherwise: no block is published before its tokens are known.
 
         Returns:
             The ids of the new blocks per group; those of the hit are not among them.
@@ -231,16 +231,15 @@ class KVCacheManager:
             for group, table in holding.parts:
                 group.close_table(table)
 
-    def discard(self, request: Request) -> None:
-        """Free the blocks of a failed request and let none be found: they may hold the cause."""
+    def forget(self, request: Request) -> None:
+        """Let no block of a failed request be found: they may hold the cause."""
         holding = self._holdings.get(request.req_id)
         if holding is not None:
             for group, table in holding.parts:
                 group.forget(table)
-            self.free(request)
 
-    def num_common_prefix_blocks(self, num_running: int) -> list[int]:
-        """Per group, the leading blocks, full or not, that all `num_running` holders share.
+    def num_common_prefix_blocks(self) -> list[int]:
+        """Per group, the leading blocks, full or not, that all holders share.
 
         None as soon as a holder's first column is null: nobody holds what it stands for.
         """
@@ -248,7 +247,8 @@ class KVCacheManager:
             return [0] * self.num_groups
         # Any holder will do: a block that all hold is in its table, too.
         holding = next(iter(self._holdings.values()))
-        return [group.num_common_blocks(table, num_running) for group, table in holding.parts]
+        num_holders = len(self._holdings)
+        return [group.num_common_blocks(table, num_holders) for group, table in holding.parts]
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks; False, and nothing changes, while requests hold blocks."""

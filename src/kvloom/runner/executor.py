@@ -85,7 +85,7 @@ class InProcessExecutor:
         first, *others = self._workers
         result = first.sample_tokens(handle, grammar)
         for worker in others:
-            worker.append_tokens(result.sampled_token_ids)
+            worker.append_tokens(result.appended_token_ids)
         return result
 
     def shutdown(self) -> None:

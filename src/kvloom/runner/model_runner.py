@@ -246,7 +246,7 @@ class ModelRunner:
         drawn = self._draw(logits[: len(rows)], rows, handle, grammar)
         report(drawn, handle.sampled, handle.drafts, result)
         self._score_prompts(logits[len(rows) :], handle.prompts, result)
-        self.append_tokens(result.sampled_token_ids)
+        self.append_tokens(result.appended_token_ids)
         return result
 
     def append_tokens(self, sampled_token_ids: Mapping[str, list[int]]) -> None:

@@ -17,6 +17,7 @@ from kvloom.kv.events import EventLog, RequestPreempted
 from kvloom.kv.manager import KVCacheManager
 from kvloom.request import Request, RequestStatus
 from kvloom.sched.drafts import Speculation
+from kvloom.sched.in_flight import StepsInFlight
 from kvloom.sched.queue import RequestQueue, place_of
 from kvloom.sched.step_builder import BlockIds, StepBuilder
 from kvloom.sched.stop import Stop, check_stop
@@ -53,6 +54,10 @@ class Scheduler:
     `max_num_bypasses` others. Of those that arrive later, `PLACES_PER_PRIORITY` per level of
     priority between them have such a place, and none of its own level. Each of them ends: the first
     one in the order gives way to nobody, and whoever entered fits alone.
+
+    With asynchronous stepping a step may be scheduled before the one before it is updated. Then a
+    request may run one token ahead: the token that the step in flight will sample is computed in
+    its place, unless it is known to be the last one.
     """
 
     def __init__(
@@ -72,6 +77,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}  # all that are not finished
         self._waiting = RequestQueue()  # without blocks: new, or preempted
         self._running = RequestQueue()  # with blocks
+        self._in_flight = StepsInFlight()
         self._finished_req_ids: set[str] = set()  # for the next step's workers
         self._failed: list[RequestEvent] = []  # for the next update
         self._num_arrivals = 0
@@ -113,7 +119,7 @@ class Scheduler:
                 never fit in the cache.
         """
         num_tokens = request.num_tokens
-        if request.req_id in self._requests:
+        if request.req_id in self._requests or self._in_flight.names_ended(request.req_id):
             raise RequestError("req_id", f"{request.req_id!r} is still running; choose another id")
         if num_tokens == 0:
             raise RequestError("prompt", "it is empty; give at least one token")
@@ -150,7 +156,7 @@ class Scheduler:
         return events
 
     def schedule(self) -> SchedulerOutput:
-        """Decide the next step. Every step that is emitted must run, and in order."""
+        """Decide the next step. Every step that is emitted must run, and be updated, in order."""
         step = StepBuilder(self._config.max_num_batched_tokens)
         self._kv.start_step()
         num_preemptions = self._num_preemptions
@@ -159,7 +165,9 @@ class Scheduler:
         if self._num_preemptions == num_preemptions:
             self._schedule_waiting(step)
         finished, self._finished_req_ids = self._finished_req_ids, set()
-        return step.build(self._kv.num_common_prefix_blocks(len(self._running)), finished)
+        output = step.build(self._kv.num_common_prefix_blocks(), finished)
+        self._in_flight.begin(output, step.requests)
+        return output
 
     def update(self, output: SchedulerOutput, result: ModelRunnerOutput) -> list[RequestEvent]:
         """Take over what the step computed; ended requests give their blocks back.
@@ -170,31 +178,37 @@ class Scheduler:
         events, self._failed = self._failed, []
         if self._speculation is not None:
             self._speculation.count(output.scheduled_spec_decode_tokens, result.sampled_token_ids)
-        for req_id in output.num_scheduled_tokens:
-            request = self._requests.get(req_id)
-            # Ended while the step ran, the id may even stand for a new request by now.
-            if request is not None and request.status is RequestStatus.RUNNING:
-                event = self._update_request(request, result)
-                if event is not None:
-                    events.append(event)
-                if req_id in output.scheduled_spec_decode_tokens:
-                    # The accepted drafts are stored, and what was sampled behind them is not.
-                    request.num_computed_tokens = request.num_tokens - 1
+        step = self._in_flight.end(output)
+        for request in step.requests:
+            if request.status.is_finished:  # while the step ran
+                continue
+            event = self._update_request(request, result)
+            if event is not None:
+                events.append(event)
+            is_running = request.status is RequestStatus.RUNNING
+            if is_running and request.req_id in output.scheduled_spec_decode_tokens:
+                # The accepted drafts are stored, and what was sampled behind them is not.
+                request.num_computed_tokens = request.num_tokens - 1
+        for request in step.ended:
+            self._kv.free(request)
         return events
 
     def fail_step(self, output: SchedulerOutput, reason: str) -> None:
         """Give up a step that did not run to its end, an interrupt included.
 
         Its blocks were published when it was scheduled, but what they hold is unknown: all requests
-        of the step end with "error", and none of their blocks can be found. Others go on.
+        of the step end with "error", and none of their blocks can be found. Others go on. If there
+        is a step after it, that must be given up next.
         """
         self._finished_req_ids |= output.finished_req_ids
-        for req_id in output.num_scheduled_tokens:
-            request = self._requests.get(req_id)
-            if request is not None:
-                self._kv.discard(request)
+        step = self._in_flight.end(output)
+        for request in step.requests:
+            self._kv.forget(request)
+            if not request.status.is_finished:
                 self._finish(request, RequestStatus.FINISHED_ERROR)
                 self._failed.append(_last_event(request, reason))
+        for request in step.ended:
+            self._kv.free(request)
 
     def _schedule_running(self, step: StepBuilder) -> None:
         for request in list(self._running):
@@ -202,8 +216,11 @@ class Scheduler:
             if step.num_free_tokens == 0 or request.status is not RequestStatus.RUNNING:
                 return
             num_missing_tokens = len(request.token_ids) - request.num_computed_tokens
+            # Its last token is still being computed: workers will know it when it is needed.
+            if num_missing_tokens == 0 and self._may_run_ahead(request):
+                num_missing_tokens = 1
             num_tokens = step.num_fitting_tokens(request, num_missing_tokens)
-            if num_tokens == 0:  # its last token is still being computed
+            if num_tokens <= 0:
                 continue
             if num_missing_tokens == 1 and self._schedule_drafts(request, step):
                 continue
@@ -238,6 +255,19 @@ class Scheduler:
         request.num_computed_tokens += 1
         return True
 
+    def _may_run_ahead(self, request: Request) -> bool:
+        """Whether the token that the step in flight samples may be computed: others will follow.
+
+        Drafts are proposed behind tokens that are known.
+        """
+        num_tokens = request.num_tokens + 1
+        return (
+            self._config.has_async_stepping
+            and self._speculation is None
+            and num_tokens < self._max_model_len
+            and num_tokens - request.num_prompt_tokens < request.sampling_params.max_tokens
+        )
+
     def _take_from_last(self, request: Request, num_tokens: int) -> BlockIds | None:
         """Blocks that running requests behind `request` gave up; None if it gave way itself."""
         while (last := self._running.pop_last()) is not request:
@@ -260,6 +290,10 @@ class Scheduler:
         request.num_preemptions += 1
         request.num_computed_tokens = 0
         self._waiting.add(request)
+        self._end_if_too_large(request)
+
+    def _end_if_too_large(self, request: Request) -> None:
+        """End a preempted request that can never come back."""
         if not self._kv.can_ever_fit(request.num_tokens):
             self._finish(request, RequestStatus.FINISHED_ERROR)
             error = self._too_large(request.num_tokens, "lower max_tokens")
@@ -308,7 +342,7 @@ class Scheduler:
         req_id = request.req_id
         error = result.errors.get(req_id)
         if error is not None:
-            self._kv.discard(request)
+            self._kv.forget(request)
             self._finish(request, RequestStatus.FINISHED_ERROR)
             return _last_event(request, error)
         new_token_ids = result.sampled_token_ids.get(req_id, [])
@@ -324,6 +358,8 @@ class Scheduler:
                 new_token_ids, logprobs = new_token_ids[:num_new_tokens], logprobs[:num_new_tokens]
                 self._finish(request, stop.status, stop.token_id)
                 break
+        if request.status is RequestStatus.PREEMPTED:  # while the step ran
+            self._end_if_too_large(request)
         return RequestEvent(
             req_id,
             new_token_ids,
@@ -337,13 +373,17 @@ class Scheduler:
     def _finish(
         self, request: Request, status: RequestStatus, stop_reason: int | str | None = None
     ) -> None:
-        """End a request in any state. Workers are told of those they have seen."""
+        """End a request in any state. Workers are told of those they have seen.
+
+        Its blocks are free once no step in flight names it.
+        """
         assert status.is_finished
         queue = self._running if request.status is RequestStatus.RUNNING else self._waiting
         queue.remove(request)
         if request.status is not RequestStatus.WAITING:
             self._finished_req_ids.add(request.req_id)
-        self._kv.free(request)
+        if not self._in_flight.keep_blocks(request):
+            self._kv.free(request)
         if self._speculation is not None:
             self._speculation.forget(request.req_id)
         request.status = status

@@ -26,6 +26,7 @@ class StepBuilder:
         num_free_tokens: what is left of its token budget.
         num_free_rows: what is left of the rows of logits that requests may have beyond one each.
         drafts: by request, those of its scheduled tokens that are guessed, the last ones.
+        requests: those it computes tokens of.
     """
 
     num_free_tokens: int
@@ -34,6 +35,7 @@ class StepBuilder:
     cached: list[_Diff] = field(default_factory=list)
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
     drafts: dict[str, list[int]] = field(default_factory=dict)
+    requests: list[Request] = field(default_factory=list)
 
     def num_fitting_tokens(self, request: Request, num_missing_tokens: int) -> int:
         """How many of the tokens that a request has yet to compute fit into the step."""
@@ -71,7 +73,7 @@ class StepBuilder:
         self._spend(request, num_tokens)
 
     def add_running(self, request: Request, num_tokens: int, new_block_ids: BlockIds) -> None:
-        """Schedule a request that keeps running; workers sampled its tokens themselves."""
+        """Schedule a request that keeps running; workers sample its tokens themselves."""
         computed = request.num_computed_tokens
         self.cached.append((request.req_id, False, [], new_block_ids, computed))
         self._spend(request, num_tokens)
@@ -104,6 +106,7 @@ class StepBuilder:
         )
 
     def _spend(self, request: Request, num_tokens: int) -> None:
+        self.requests.append(request)
         self.num_scheduled_tokens[request.req_id] = num_tokens
         self.num_free_tokens -= num_tokens
         if num_tokens > 1 and _scores_prompt(request):

@@ -1,0 +1,53 @@
+"""The steps that were scheduled and are not updated yet, in order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvloom.request import Request
+from kvloom.step import SchedulerOutput
+
+
+@dataclass(slots=True)
+class StepInFlight:
+    """A step that workers run, or will run.
+
+    Attributes:
+        requests: those it computes tokens of, in the order of `output.num_scheduled_tokens`.
+        ended: requests that ended meanwhile and keep their blocks until this step is over.
+    """
+
+    output: SchedulerOutput
+    requests: Sequence[Request]
+    ended: list[Request] = field(default_factory=list)
+
+
+class StepsInFlight:
+    """Knows which requests workers may still read and write the blocks of."""
+
+    def __init__(self) -> None:
+        self._steps: deque[StepInFlight] = deque()
+
+    def begin(self, output: SchedulerOutput, requests: Sequence[Request]) -> None:
+        """Add the step that was just scheduled."""
+        self._steps.append(StepInFlight(output, requests))
+
+    def end(self, output: SchedulerOutput) -> StepInFlight:
+        """Take out the oldest step, which must be that of `output`."""
+        step = self._steps.popleft()
+        assert step.output is output, "steps are updated in the order they were scheduled in"
+        return step
+
+    def keep_blocks(self, request: Request) -> bool:
+        """Whether a step names `request`, which has ended: then the last such step frees it."""
+        for step in reversed(self._steps):
+            if request in step.requests:
+                step.ended.append(request)
+                return True
+        return False
+
+    def names_ended(self, req_id: str) -> bool:
+        """Whether a request of that id has ended and still keeps its blocks."""
+        return any(r.req_id == req_id for step in self._steps for r in step.ended)
