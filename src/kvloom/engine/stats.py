@@ -9,7 +9,7 @@ from typing import Protocol
 from kvloom.kv.events import EventLog
 from kvloom.kv.manager import CacheStats
 from kvloom.request import Request
-from kvloom.sched.scheduler import SchedulerStats
+from kvloom.sched.stats import SchedulerStats
 from kvloom.step import RequestEvent, SchedulerOutput
 
 

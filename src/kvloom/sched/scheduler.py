@@ -9,37 +9,20 @@ way.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from kvloom.config import SchedulerConfig
 from kvloom.errors import RequestError
 from kvloom.kv.events import EventLog, RequestPreempted
 from kvloom.kv.manager import KVCacheManager
 from kvloom.request import Request, RequestStatus
+from kvloom.sched.admission import check_new_request, too_large
 from kvloom.sched.drafts import Speculation
 from kvloom.sched.in_flight import StepsInFlight
 from kvloom.sched.queue import RequestQueue, place_of
+from kvloom.sched.stats import SchedulerStats
 from kvloom.sched.step_builder import BlockIds, StepBuilder
 from kvloom.sched.stop import Stop, check_stop
 from kvloom.step import ModelRunnerOutput, RequestEvent, SchedulerOutput, TokenLogprobs
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerStats:
-    """Requests by state now, and counts since the start.
-
-    Attributes:
-        num_lost_tokens: computed tokens that preempted requests gave up.
-        num_draft_tokens: drafts that were computed.
-        num_accepted_tokens: drafts that became output tokens.
-    """
-
-    num_running: int
-    num_waiting: int
-    num_preemptions: int
-    num_lost_tokens: int
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
 
 
 class Scheduler:
@@ -118,19 +101,9 @@ class Scheduler:
             RequestError: its id is in use, its prompt is empty, leaves no room for a token, or can
                 never fit in the cache.
         """
-        num_tokens = request.num_tokens
         if request.req_id in self._requests or self._in_flight.names_ended(request.req_id):
             raise RequestError("req_id", f"{request.req_id!r} is still running; choose another id")
-        if num_tokens == 0:
-            raise RequestError("prompt", "it is empty; give at least one token")
-        if num_tokens >= self._max_model_len:
-            raise RequestError(
-                "prompt",
-                f"its {num_tokens} tokens leave no room for output in max_model_len "
-                f"{self._max_model_len}; shorten it to {self._max_model_len - 1} tokens",
-            )
-        if not self._kv.can_ever_fit(num_tokens):
-            raise RequestError("prompt", self._too_large(num_tokens, "shorten the prompt"))
+        check_new_request(request, self._kv, self._max_model_len)
         request.place = place_of(request.priority, self._num_arrivals)
         self._num_arrivals += 1
         self._requests[request.req_id] = request
@@ -296,7 +269,7 @@ class Scheduler:
         """End a preempted request that can never come back."""
         if not self._kv.can_ever_fit(request.num_tokens):
             self._finish(request, RequestStatus.FINISHED_ERROR)
-            error = self._too_large(request.num_tokens, "lower max_tokens")
+            error = too_large(self._kv, request.num_tokens, "lower max_tokens")
             self._failed.append(_last_event(request, error))
 
     def _schedule_waiting(self, step: StepBuilder) -> None:
@@ -389,13 +362,6 @@ class Scheduler:
         request.status = status
         request.stop_reason = stop_reason
         del self._requests[request.req_id]
-
-    def _too_large(self, num_tokens: int, remedy: str) -> str:
-        return (
-            f"{num_tokens} tokens need more blocks than the KV cache has "
-            f"({self._kv.stats.num_usable_blocks} of {self._kv.block_size} tokens); {remedy}, "
-            "or give the cache more memory"
-        )
 
 
 def _last_event(request: Request, error: str | None = None) -> RequestEvent:

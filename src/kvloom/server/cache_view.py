@@ -15,7 +15,7 @@ from kvloom.errors import UnavailableError
 from kvloom.kv.manager import CacheStats
 from kvloom.kv.pool import NULL_BLOCK_ID
 from kvloom.kv.spec import KVCacheSpec
-from kvloom.sched.scheduler import SchedulerStats
+from kvloom.sched.stats import SchedulerStats
 from kvloom.server.block_tracker import CachedBlock
 from kvloom.server.connection import to_json
 from kvloom.server.metrics import EngineMetrics, block_tables

@@ -8,7 +8,8 @@ from kvloom.errors import RequestError
 from kvloom.kv.events import EventLog
 from kvloom.kv.manager import CacheStats, KVCacheManager
 from kvloom.request import Request, RequestStatus, ResolvedSamplingParams
-from kvloom.sched.scheduler import Scheduler, SchedulerStats
+from kvloom.sched.scheduler import Scheduler
+from kvloom.sched.stats import SchedulerStats
 from kvloom.simulate.cost import CostModel
 from kvloom.simulate.setup import SimulatedEngine
 from kvloom.simulate.trace import TraceRequest
