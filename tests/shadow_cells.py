@@ -48,11 +48,13 @@ class ShadowRunner:
         ] = {}  # by block id and offset: groups share the ids
         self._rows: dict[str, Row] = {}
         self.num_reused_tokens = 0
+        self.num_copies = 0
 
     def run(self, output: SchedulerOutput) -> ModelRunnerOutput:
         self._apply(output)
         assert output.total_num_scheduled_tokens == sum(output.num_scheduled_tokens.values())
-        assert not output.block_copies
+        for source, destination in output.block_copies:
+            self._copy(source, destination)
         # All K/V of a step are written before any of it is read.
         for req_id, num_tokens in output.num_scheduled_tokens.items():
             self._write(self._rows[req_id], num_tokens)
@@ -94,6 +96,13 @@ class ShadowRunner:
             assert cached.new_token_ids[i] == []
             for table, ids in zip(row.tables, cached.new_block_ids[i], strict=True):
                 table += ids
+
+    def _copy(self, source: int, destination: int) -> None:
+        self.num_copies += 1
+        for offset in range(max(kind.block_size for kind in self._kinds)):
+            self._slots.pop((destination, offset), None)
+            if (source, offset) in self._slots:
+                self._slots[destination, offset] = self._slots[source, offset]
 
     def _slot(self, kind: Kind, table: list[int], position: int) -> tuple[int, int]:
         block_id = table[position // kind.block_size]

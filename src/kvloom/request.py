@@ -235,6 +235,7 @@ class Request:
     __slots__ = (
         "block_hashes",
         "cache_salt",
+        "leader",
         "num_bypasses",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -275,11 +276,23 @@ class Request:
         self.place = (0, 0)  # in the order that the scheduler keeps; given when it is added
         self.num_bypasses = 0  # requests behind it in line that entered before it
         self.block_hashes: list[bytes] = []  # one per full block, grown by the KV cache manager
+        # A request with the same tokens but the last, or more: this one forks its KV, if it can.
+        self.leader: Request | None = None
 
     @property
     def num_tokens(self) -> int:
         """Known tokens: prompt and output."""
         return len(self.token_ids)
+
+    @property
+    def num_queried_tokens(self) -> int:
+        """Tokens its user asks the prefix cache for by letting it enter: those of a prompt, once.
+
+        A preempted request asks nothing new, nor does one that goes on with another's output.
+        """
+        leader = self.leader
+        is_asked = leader is None or self.num_prompt_tokens <= leader.num_prompt_tokens
+        return 0 if self.num_preemptions or not is_asked else self.num_tokens
 
     @property
     def num_output_tokens(self) -> int:

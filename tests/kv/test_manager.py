@@ -7,7 +7,8 @@ import pytest
 from kvloom.dtypes import DType
 from kvloom.errors import ConfigError
 from kvloom.kv.events import BlockStored, EventLog
-from kvloom.kv.manager import NO_HIT, KVCacheManager
+from kvloom.kv.hit import NO_HIT
+from kvloom.kv.manager import KVCacheManager
 from kvloom.kv.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVLimits
 from kvloom.request import Request, ResolvedSamplingParams
 

@@ -8,7 +8,8 @@ from math import lcm
 
 import pytest
 
-from kvloom.kv.manager import NO_HIT, KVCacheManager
+from kvloom.kv.hit import NO_HIT
+from kvloom.kv.manager import KVCacheManager
 from kvloom.kv.spec import KVLimits, cdiv
 from kvloom.request import Request, ResolvedSamplingParams
 from visibility import Kind, cache_of, joint_hit

@@ -122,10 +122,12 @@ class Simulation:
         self.outputs: dict[str, list[int]] = {}
         self.num_submitted = 0
         self.num_finished = 0
+        self.followers: set[str] = set()
+        self.num_forked_tokens = 0
 
     def operate(self) -> None:
-        operations = [self.submit, self.step, self.abort, self.stop, self.reset]
-        [operation] = self.rng.choices(operations, weights=[30, 60, 5, 3, 2])
+        operations = [self.submit, self.branch, self.step, self.abort, self.stop, self.reset]
+        [operation] = self.rng.choices(operations, weights=[30, 8, 60, 5, 3, 2])
         operation()
         self.manager.check()
 
@@ -137,6 +139,25 @@ class Simulation:
         prompt = stem[: rng.randint(0, len(stem))]
         prompt += rng.choices(range(VOCAB_SIZE), k=rng.randint(0, 6))
         prompt = prompt[: self.max_prompt] or [3]
+        leader = self.add(prompt)
+        for _ in range(rng.choice([0, 0, 0, 1, 3])):
+            self.add(prompt, leader)
+
+    def branch(self) -> None:
+        """Go on from a running request with other tokens than its last one, and often end it."""
+        rng = self.rng
+        leaders = [
+            r for r in self.running if r.num_computed_tokens == r.num_tokens - 1 < self.max_prompt
+        ]
+        if leaders:
+            leader = rng.choice(leaders)
+            for _ in range(rng.randint(1, 3)):
+                self.add([*leader.token_ids[:-1], rng.randrange(VOCAB_SIZE)], leader)
+            if rng.random() < 0.8:
+                self.end_one(leader.req_id, RequestStatus.FINISHED_ABORT)
+
+    def add(self, prompt: list[int], leader: Request | None = None) -> Request:
+        rng = self.rng
         room = self.max_prompt + 1 - len(prompt)
         max_tokens = rng.randint(1, room)
         params = ResolvedSamplingParams(
@@ -146,13 +167,17 @@ class Simulation:
             stop_token_ids=rng.choice([(), (STOP_ID,)]),
             ignore_eos=rng.random() < 0.3,
             eos_token_ids=frozenset({EOS}),
-            prompt_logprobs=rng.choice([None, None, None, 0]),
+            prompt_logprobs=rng.choice([None, None, None, 0]) if leader is None else None,
         )
         request = Request(f"r{self.num_submitted}", prompt, params)
+        request.leader = leader
+        if leader is not None:
+            self.followers.add(request.req_id)
         self.num_submitted += 1
         self.scheduler.add_request(request)
         self.live[request.req_id] = request
         self.outputs[request.req_id] = []
+        return request
 
     def step(self) -> None:
         output = self.scheduler.schedule()
@@ -161,6 +186,7 @@ class Simulation:
         assert self.scheduler.num_running <= self.world.max_num_seqs
         if self.live:
             assert output.total_num_scheduled_tokens > 0  # no step is idle while somebody waits
+        self.verify_forks(output)
         self.verify_tables(output)
         self.verify_common_prefix(output.num_common_prefix_blocks)
         for event in self.scheduler.update(output, self.runner.run(output)):
@@ -169,6 +195,15 @@ class Simulation:
             assert request.output_token_ids == self.outputs[event.req_id]
             if event.finish_reason is not None:
                 self.verify_finished(request, event.finish_reason)
+
+    def verify_forks(self, output: SchedulerOutput) -> None:
+        """Without a prefix cache, followers alone enter with tokens: with all but their last."""
+        for new in output.scheduled_new_reqs:
+            is_follower = new.req_id in self.followers
+            if is_follower and new.num_computed_tokens == len(new.prompt_token_ids) - 1:
+                self.num_forked_tokens += new.num_computed_tokens
+            elif not self.world.has_prefix_cache:
+                assert new.num_computed_tokens == 0
 
     def verify_tables(self, output: SchedulerOutput) -> None:
         """Blocks are there while a later query sees them, and no longer."""
@@ -216,16 +251,19 @@ class Simulation:
     def end(self, status: RequestStatus) -> None:
         """End a request from outside, in whatever state it is."""
         if self.live:
-            request = self.live.pop(self.rng.choice(list(self.live)))
-            [event] = self.scheduler.finish_requests([request.req_id], status)
-            assert event.finish_reason == status.value
-            expected = undisturbed(
-                request.token_ids[: request.num_prompt_tokens], request.sampling_params
-            )
-            assert request.output_token_ids == expected[: request.num_output_tokens]
+            self.end_one(self.rng.choice(list(self.live)), status)
+
+    def end_one(self, req_id: str, status: RequestStatus) -> None:
+        request = self.live.pop(req_id)
+        [event] = self.scheduler.finish_requests([req_id], status)
+        assert event.finish_reason == status.value
+        expected = undisturbed(
+            request.token_ids[: request.num_prompt_tokens], request.sampling_params
+        )
+        assert request.output_token_ids == expected[: request.num_output_tokens]
 
     def reset(self) -> None:
-        assert self.manager.reset_prefix_cache() == (self.scheduler.num_running == 0)
+        assert self.manager.reset_prefix_cache() == (self.manager.num_used_blocks == 0)
 
     def drain(self) -> None:
         while self.live:
@@ -252,7 +290,11 @@ def test_random_operations(world, scale):
     # Nothing of this holds because nothing happened.
     assert simulation.num_finished > 30
     assert (simulation.scheduler.stats.num_preemptions > 0) == world.does_preempt
-    assert (simulation.runner.num_reused_tokens > 0) == world.has_prefix_cache
+    num_reused_tokens = simulation.runner.num_reused_tokens
+    assert (num_reused_tokens > simulation.num_forked_tokens) == world.has_prefix_cache
+    assert (simulation.manager.stats.num_hit_tokens > 0) == world.has_prefix_cache
+    assert simulation.num_forked_tokens > 0
+    assert (simulation.runner.num_copies > 0) == any(kind.block_size > 1 for kind in world.kinds)
 
 
 @pytest.mark.parametrize("world", MIXTURES, ids=str)
@@ -260,5 +302,6 @@ def test_random_operations_over_mixtures(world, scale):
     num_operations = NUM_OPERATIONS * scale // len(MIXTURES)
     simulation = simulate(world, num_operations, seed=MIXTURES.index(world))
     assert simulation.num_finished > 20
+    assert simulation.num_forked_tokens > 0
     if not world.has_prefix_cache:
-        assert simulation.runner.num_reused_tokens == 0
+        assert simulation.manager.stats.num_hit_tokens == 0

@@ -180,7 +180,7 @@ def test_texts_equal_those_without_a_cache(seed, scale):
     scheduler, manager, runner = make_engine(rng, model)
     stems = [rng.choices(range(VOCAB_SIZE), k=MAX_MODEL_LEN - 8) for _ in range(2)]
     requests: list[Request] = []
-    num_left = 16 * scale
+    num_left, num_copies = 12 * scale, 0
     while num_left or scheduler.has_unfinished_requests():
         if num_left and rng.random() < 0.3:
             num_left -= 1
@@ -189,9 +189,16 @@ def test_texts_equal_those_without_a_cache(seed, scale):
             params = ResolvedSamplingParams(
                 seed=0, temperature=0.0, max_tokens=rng.randint(1, MAX_MODEL_LEN - len(prompt))
             )
-            requests.append(Request(str(num_left), prompt, params))
-            scheduler.add_request(requests[-1])
+            choices = [
+                Request(f"{num_left}.{choice}", prompt, params)
+                for choice in range(rng.choice([1, 1, 3]))
+            ]
+            for request in choices:
+                request.leader = None if request is choices[0] else choices[0]
+                scheduler.add_request(request)
+            requests += choices
         output = scheduler.schedule()
+        num_copies += len(output.block_copies)
         manager.check()
         scheduler.update(output, runner.sample_tokens(runner.execute_model(output)))
         manager.check()
@@ -200,5 +207,6 @@ def test_texts_equal_those_without_a_cache(seed, scale):
         for end in range(request.num_prompt_tokens, request.num_tokens):
             expected = next_token(model.layers, model.table, request.token_ids[:end])
             assert request.token_ids[end] == expected, f"token {end} of {request.num_tokens}"
+    assert num_copies > 0 or manager.block_size == 1
     assert manager.stats.num_hit_tokens > 0
     assert manager.num_used_blocks == 0

@@ -25,7 +25,7 @@ MIN_READS = 1_000_000
 
 
 def make_requests(rng: random.Random, count: int) -> list[Request]:
-    """Prompts that share beginnings, and texts that outgrow the pool."""
+    """Prompts that share beginnings, some of several choices, and texts that outgrow the pool."""
     stems = [[rng.randrange(VOCAB_SIZE) for _ in range(300)] for _ in range(3)]
     requests = []
     for i in range(count):
@@ -33,6 +33,10 @@ def make_requests(rng: random.Random, count: int) -> list[Request]:
         prompt = stem + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 80))]
         params = ResolvedSamplingParams(temperature=0.0, seed=0, max_tokens=rng.randrange(1, 200))
         requests.append(Request(f"r{i}", prompt, params))
+        leader = requests[-1]
+        for choice in range(rng.choice([0, 0, 3])):
+            requests.append(Request(f"r{i}.{choice}", prompt, params))
+            requests[-1].leader = leader
     return requests
 
 

@@ -29,9 +29,11 @@ class Setup:
     events: EventLog
 
     def add(self, req_id: str, prompt, max_tokens: int = 1, **params) -> Request:
+        leader = params.pop("leader", None)
         salt, priority = params.pop("cache_salt", None), params.pop("priority", 0)
         sampling = ResolvedSamplingParams(seed=0, max_tokens=max_tokens, **params)
         request = Request(req_id, prompt, sampling, salt, priority)
+        request.leader = leader
         self.scheduler.add_request(request)
         self.manager.check()
         return request

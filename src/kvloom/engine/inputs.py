@@ -130,6 +130,8 @@ class InputProcessor:
                 bad_words_token_ids=bad_words,
             )
             requests.append(Request(req_id, prompt.token_ids, resolved, cache_salt, priority))
+            if choice > 0:
+                requests[choice].leader = requests[0]
         return requests
 
     def _bad_words_token_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:

@@ -37,7 +37,8 @@ class RequestOutput:
 
     Attributes:
         prompt_logprobs: one entry per prompt token but the first, if asked for.
-        num_cached_tokens: prompt tokens whose KV came from the prefix cache.
+        num_cached_tokens: prompt tokens whose KV came from the prefix cache, for the first choice;
+            others share what it computes.
     """
 
     prompt: str | None
@@ -167,7 +168,8 @@ class Generation:
         """
         output = self.output
         output.prompt_logprobs += event.prompt_logprobs
-        output.num_cached_tokens = max(output.num_cached_tokens, event.num_cached_tokens)
+        if event.req_id == self.req_ids[0]:  # the others find what this one computed
+            output.num_cached_tokens = max(output.num_cached_tokens, event.num_cached_tokens)
         choice = self._choices[event.req_id]
         choice.push(event)
         return choice.detokenizer.stop_reason if event.finish_reason is None else None

@@ -141,6 +141,24 @@ class CacheGroup:
         stride = self._hashes_per_block
         return CachedColumns(self._pool, self._index, block_hashes[stride - 1 :: stride])
 
+    def has_before(self, table: BlockTable, num_tokens: int) -> bool:
+        """Whether the table still has what the query behind its first `num_tokens` tokens sees."""
+        return table.num_null_blocks <= self.policy.first_visible_column(num_tokens)
+
+    def blocks_before(
+        self, table: BlockTable, num_tokens: int
+    ) -> tuple[list[KVCacheBlock], KVCacheBlock | None]:
+        """What the query behind the first `num_tokens` tokens of a table sees.
+
+        Returns:
+            A table of whole blocks, and the block of the tokens behind them, if there are any.
+        """
+        num_whole, num_left = divmod(num_tokens, self.block_size)
+        first = min(self.policy.first_visible_column(num_tokens), num_whole)
+        whole = [self._pool.null_block] * first + table.blocks[first:num_whole]
+        has_tail = num_left > 0 and self.policy.first_visible_token(num_tokens) < num_tokens
+        return whole, table.blocks[num_whole] if has_tail else None
+
     def open_table(self, hit: Sequence[KVCacheBlock], num_tokens: int) -> BlockTable:
         """A table that begins with the blocks of a hit, for a request of `num_tokens` tokens."""
         null = self._pool.null_block

@@ -4,37 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
 from math import gcd, lcm
 
 from kvloom.errors import ConfigError
 from kvloom.kv.block import KVCacheBlock
 from kvloom.kv.events import EventLog
+from kvloom.kv.fork_points import ForkPoints
 from kvloom.kv.group import BlockTable, CachedColumns, CacheGroup
 from kvloom.kv.hashing import extend_block_hashes, root_hash
+from kvloom.kv.hit import NO_HIT, PrefixHit
 from kvloom.kv.pool import BlockPool
 from kvloom.kv.spec import KVCacheConfig, KVLimits
 from kvloom.request import Request
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixHit:
-    """What the cache has of a request: good until the next call that changes the manager.
-
-    Attributes:
-        num_tokens: leading tokens that need not be computed; whole blocks of every group.
-        blocks: per group, the block table of these tokens: null blocks, then those that the next
-            query sees. Empty where there is nothing.
-        num_queried_tokens: tokens the user's request asked for; 0 where nothing was asked.
-    """
-
-    num_tokens: int
-    blocks: tuple[list[KVCacheBlock], ...]
-    num_queried_tokens: int
-
-
-NO_HIT = PrefixHit(num_tokens=0, blocks=(), num_queried_tokens=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +81,7 @@ class KVCacheManager:
         self._swollen: list[Request] = []  # those that held transient blocks in the last step
         self._has_prefix_cache = has_prefix_cache
         self._holdings: dict[str, _Holding] = {}
+        self._fork_points = ForkPoints(self._pool)
         self._no_blocks: tuple[list[KVCacheBlock], ...] = tuple([] for _ in specs)
         # Most steps of most requests need no block: they share this answer.
         self._nothing_new: tuple[list[int], ...] = tuple([] for _ in specs)
@@ -167,8 +151,41 @@ class KVCacheManager:
                 )
                 for group, columns in zip(self._groups, found, strict=True)
             ),
-            num_queried_tokens=0 if request.num_preemptions else request.num_tokens,
+            num_queried_tokens=request.num_queried_tokens,
         )
+
+    def open_fork_point(self, request: Request, num_tokens: int) -> None:
+        """Hold what others need to go on behind the first `num_tokens` tokens of `request`.
+
+        The blocks stay where they are, whatever becomes of `request`, until the point is closed.
+        Nothing is held if a window has moved on and left some of them.
+        """
+        self._fork_points.open(request, self._holdings[request.req_id].parts, num_tokens)
+
+    def close_fork_point(self, request: Request) -> bool:
+        """Give up the fork point on `request`; False if there is none."""
+        return self._fork_points.close(request)
+
+    def get_fork(self, request: Request, leader: Request) -> PrefixHit | None:
+        """What `request`, which holds no blocks, has of the fork point on `leader`, if one is open.
+
+        Whole blocks are shared as those of a prefix hit are. The tokens behind them, less than a
+        block in each group, are copied: see `tail_copies`.
+        """
+        fork = self._fork_points.find(leader)
+        if fork is None or fork.num_tokens >= request.num_tokens:
+            return None
+        is_query = self._has_prefix_cache and request.num_queried_tokens
+        return replace(fork, num_queried_tokens=request.num_queried_tokens) if is_query else fork
+
+    def tail_copies(self, request: Request, hit: PrefixHit) -> list[tuple[int, int]]:
+        """(source, destination) block ids to copy before `request`, which entered with `hit`."""
+        tables = [table.blocks for _, table in self._holdings[request.req_id].parts]
+        return [
+            (tail.block_id, table[len(blocks)].block_id)
+            for tail, blocks, table in zip(hit.tails, hit.blocks, tables, strict=False)
+            if tail is not None
+        ]
 
     def limit_chunk(self, request: Request, num_tokens: int, hit: PrefixHit = NO_HIT) -> int:
         """How many of the next `num_tokens` tokens of `request` this step may compute, at least 1.
@@ -252,7 +269,7 @@ class KVCacheManager:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks; False, and nothing changes, while requests hold blocks."""
-        if self._holdings:
+        if self._pool.num_used_blocks:
             return False
         self._pool.clear()
         return True
@@ -270,6 +287,7 @@ class KVCacheManager:
             tables = [holding.parts[index][1] for holding in self._holdings.values()]
             group.check(tables)
             held.update(block.block_id for table in tables for block in table.held)
+        held.update(block.block_id for block in self._fork_points.held)
         self._pool.check(held)
 
     def _joint_hit(self, found: Sequence[CachedColumns], num_tokens: int) -> int:

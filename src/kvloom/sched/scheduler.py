@@ -17,6 +17,7 @@ from kvloom.kv.manager import KVCacheManager
 from kvloom.request import Request, RequestStatus
 from kvloom.sched.admission import check_new_request, too_large
 from kvloom.sched.drafts import Speculation
+from kvloom.sched.forks import Forks
 from kvloom.sched.in_flight import StepsInFlight
 from kvloom.sched.queue import RequestQueue, place_of
 from kvloom.sched.stats import SchedulerStats
@@ -61,6 +62,7 @@ class Scheduler:
         self._waiting = RequestQueue()  # without blocks: new, or preempted
         self._running = RequestQueue()  # with blocks
         self._in_flight = StepsInFlight()
+        self._forks = Forks(kv_cache_manager)
         self._finished_req_ids: set[str] = set()  # for the next step's workers
         self._failed: list[RequestEvent] = []  # for the next update
         self._num_arrivals = 0
@@ -75,7 +77,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests that wait for blocks, preempted ones included."""
-        return len(self._waiting)
+        return len(self._waiting) + self._forks.num_held_back
 
     @property
     def stats(self) -> SchedulerStats:
@@ -105,9 +107,12 @@ class Scheduler:
             raise RequestError("req_id", f"{request.req_id!r} is still running; choose another id")
         check_new_request(request, self._kv, self._max_model_len)
         request.place = place_of(request.priority, self._num_arrivals)
+        if request.leader is not None:  # it stands right behind its leader, whenever it comes
+            request.place = request.leader.place[0], self._num_arrivals
         self._num_arrivals += 1
         self._requests[request.req_id] = request
-        self._waiting.add(request)
+        if not self._forks.add(request):
+            self._waiting.add(request)
 
     def finish_requests(
         self,
@@ -131,12 +136,16 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Decide the next step. Every step that is emitted must run, and be updated, in order."""
         step = StepBuilder(self._config.max_num_batched_tokens)
+        for request in self._forks.start_step():
+            self._waiting.add(request)
         self._kv.start_step()
         num_preemptions = self._num_preemptions
         self._schedule_running(step)
         # Whoever just gave way must not lose the freed blocks to somebody new.
         if self._num_preemptions == num_preemptions:
             self._schedule_waiting(step)
+        if self._forks.end_step() and not step.num_scheduled_tokens:
+            self._schedule_waiting(step)  # only fork points were in the way
         finished, self._finished_req_ids = self._finished_req_ids, set()
         output = step.build(self._kv.num_common_prefix_blocks(), finished)
         self._in_flight.begin(output, step.requests)
@@ -174,6 +183,7 @@ class Scheduler:
         is a step after it, that must be given up next.
         """
         self._finished_req_ids |= output.finished_req_ids
+        self._forks.close_points()
         step = self._in_flight.end(output)
         for request in step.requests:
             self._kv.forget(request)
@@ -243,6 +253,10 @@ class Scheduler:
 
     def _take_from_last(self, request: Request, num_tokens: int) -> BlockIds | None:
         """Blocks that running requests behind `request` gave up; None if it gave way itself."""
+        if self._forks.close_points():  # what only they hold costs nobody anything
+            block_ids = self._kv.allocate_slots(request, num_tokens)
+            if block_ids is not None:
+                return block_ids
         while (last := self._running.pop_last()) is not request:
             self._preempt(last, request)
             block_ids = self._kv.allocate_slots(request, num_tokens)
@@ -293,13 +307,15 @@ class Scheduler:
         return len(passed) <= limit and all(r.num_bypasses < limit for r in passed)
 
     def _enter(self, request: Request, step: StepBuilder) -> bool:
-        hit = self._kv.get_computed_blocks(request)
+        hit = self._forks.get_hit(request) or self._kv.get_computed_blocks(request)
         num_tokens = step.num_fitting_tokens(request, request.num_tokens - hit.num_tokens)
         num_tokens = self._kv.limit_chunk(request, num_tokens, hit)
         if self._kv.allocate_slots(request, num_tokens, hit) is None:
             return False
         self._waiting.remove(request)
         self._running.add(request)
+        self._forks.forget(request)
+        step.block_copies += self._kv.tail_copies(request, hit)
         request.num_computed_tokens = hit.num_tokens
         block_ids = self._kv.get_block_ids(request.req_id)
         if request.status is RequestStatus.PREEMPTED:
@@ -351,10 +367,13 @@ class Scheduler:
         Its blocks are free once no step in flight names it.
         """
         assert status.is_finished
-        queue = self._running if request.status is RequestStatus.RUNNING else self._waiting
-        queue.remove(request)
+        if not self._forks.forget(request):
+            queue = self._running if request.status is RequestStatus.RUNNING else self._waiting
+            queue.remove(request)
         if request.status is not RequestStatus.WAITING:
             self._finished_req_ids.add(request.req_id)
+        if status is not RequestStatus.FINISHED_ERROR:
+            self._forks.leader_ends(request)
         if not self._in_flight.keep_blocks(request):
             self._kv.free(request)
         if self._speculation is not None:

@@ -36,6 +36,7 @@ class StepBuilder:
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
     drafts: dict[str, list[int]] = field(default_factory=dict)
     requests: list[Request] = field(default_factory=list)
+    block_copies: list[tuple[int, int]] = field(default_factory=list)
 
     def num_fitting_tokens(self, request: Request, num_missing_tokens: int) -> int:
         """How many of the tokens that a request has yet to compute fit into the step."""
@@ -102,7 +103,7 @@ class StepBuilder:
             structured_output_request_ids={},
             grammar_bitmask=None,
             kv_connector_metadata=None,
-            block_copies=[],
+            block_copies=self.block_copies,
         )
 
     def _spend(self, request: Request, num_tokens: int) -> None:
