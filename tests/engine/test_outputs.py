@@ -86,3 +86,14 @@ def test_log_probabilities_of_the_prompt_alone_are_no_delta() -> None:
     assert generation.take_deltas() == []
     assert generation.output.prompt_logprobs == scores
     assert generation.output.num_cached_tokens == 4
+
+
+def test_tokens_of_a_step_behind_a_stop_string_are_none_of_the_choice() -> None:
+    """A step with drafts may give several tokens; the second one here completes the string."""
+    generation = make_generation(stop=("bc",), logprobs=0)
+    scores = [TokenLogprobs(i, -1.0, 1, ()) for i in range(5)]
+    assert generation.push(RequestEvent("r0", [0, 1], scores[:2])) is None
+    assert generation.push(RequestEvent("r0", [2, 3, 4], scores[2:])) == "bc"
+    assert generation.take_deltas() == [TextDelta(0, "a", [0, 1, 2], "stop", scores[:3])]
+    [choice] = generation.output.outputs
+    assert (choice.token_ids, choice.logprobs) == ([0, 1, 2], scores[:3])
