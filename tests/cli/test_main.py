@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -206,6 +207,20 @@ def test_the_figures_say_when_there_is_no_prefix_cache(
     message = capsys.readouterr().err
     assert "prefix cache off" in message
     assert "from the prefix cache" not in message
+
+
+def test_drafts_change_figures_and_no_text(capsys: pytest.CaptureFixture[str], tiny: str):
+    args = ["generate", "abcabcabc", "--model", tiny, "--max-tokens", "40", "--ignore-eos"]
+    assert main(args) == 0
+    plain = capsys.readouterr()
+    assert "drafts" not in plain.err
+    assert main([*args, "--num-draft-tokens", "3", "--min-ngram-tokens", "1"]) == 0
+    drafted = capsys.readouterr()
+    assert drafted.out == plain.out
+    [(num_accepted, num_drafts)] = re.findall(r"drafts: (\d+) of (\d+) accepted", drafted.err)
+    assert 0 < int(num_accepted) < int(num_drafts)
+    assert main([*args, "--max-ngram-tokens", "1"]) == 1
+    assert_one_line(capsys.readouterr().err, "give at least min_ngram_tokens, which is 2")
 
 
 def test_verbose_names_what_runs(tmp_path: Path):

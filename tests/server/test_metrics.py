@@ -87,6 +87,24 @@ def test_preemptions_are_told_apart(tiny_folder: Path) -> None:
         assert value(values, "requests_preempted") == 0
 
 
+def test_drafts_are_counted_and_change_no_answer(tiny_folder: Path) -> None:
+    body = {"prompt": [1, 2, 3] * 9, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    body["logprobs"] = 1
+    answers = []
+    for drafts in ({}, {"num_draft_tokens": 4, "min_ngram_tokens": 1}):
+        with run_server({"model": str(tiny_folder), **TINY_OPTIONS, **drafts}) as live:
+            answer = live.post("/v1/completions", body).json()
+            stats = live.engine.stats.scheduler
+            values = read(live)
+            assert value(values, "draft_tokens_total") == stats.num_draft_tokens
+            assert value(values, "accepted_draft_tokens_total") == stats.num_accepted_tokens
+            assert value(values, "generated_tokens_total") == 40
+        [choice] = answer["choices"]
+        answers.append((choice["text"], choice["logprobs"]["tokens"], answer["usage"]))
+    assert answers[0] == answers[1]
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+
+
 def output(*new: NewRequestData) -> SchedulerOutput:
     return SchedulerOutput(
         list(new), CachedRequestData(), {}, 0, {}, {}, [0], set(), [], {}, None, None, []

@@ -190,6 +190,9 @@ def _print_figures(llm: LLM, timing: _Timing, ready: float) -> None:
         f"KV cache: {cache.num_peak_blocks} of {cache.num_usable_blocks} blocks used at the peak, "
         f"{hits}, {llm.stats.scheduler.num_preemptions} preemptions",
     ]
+    drafts = llm.stats.scheduler
+    if llm.config.speculative.num_draft_tokens:
+        lines.append(f"drafts: {drafts.num_accepted_tokens} of {drafts.num_draft_tokens} accepted")
     sys.stderr.write("\n" + "\n".join(lines) + "\n")
 
 

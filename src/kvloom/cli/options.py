@@ -13,9 +13,11 @@ from kvloom.config import (
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
 )
 
 _CACHE, _MODEL, _SCHEDULER = CacheConfig(), ModelConfig(), SchedulerConfig()
+_DRAFTS = SpeculativeConfig()
 
 
 def int_or_auto(text: str) -> int | str:
@@ -31,7 +33,8 @@ def int_or_auto(text: str) -> int | str:
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the engine's options; names are those of the config dataclasses."""
     group = parser.add_argument_group("engine")
-    for flags, settings in _MODEL_ARGUMENTS + _CACHE_ARGUMENTS + _STEP_ARGUMENTS:
+    arguments = _MODEL_ARGUMENTS + _CACHE_ARGUMENTS + _STEP_ARGUMENTS + _DRAFT_ARGUMENTS
+    for flags, settings in arguments:
         group.add_argument(*flags, **settings)
 
 
@@ -156,6 +159,37 @@ _STEP_ARGUMENTS: _Arguments = (
         },
     ),
 )
+_DRAFT_ARGUMENTS: _Arguments = (
+    (
+        ("--num-draft-tokens",),
+        {
+            "type": int,
+            "default": _DRAFTS.num_draft_tokens,
+            "metavar": "N",
+            "help": "tokens guessed from the text so far, which one step checks at once; the text "
+            "stays the same (default: %(default)s, no speculation)",
+        },
+    ),
+    (
+        ("--min-ngram-tokens",),
+        {
+            "type": int,
+            "default": _DRAFTS.min_ngram_tokens,
+            "metavar": "N",
+            "help": "guess only where the last N tokens stood in the text before "
+            "(default: %(default)s)",
+        },
+    ),
+    (
+        ("--max-ngram-tokens",),
+        {
+            "type": int,
+            "default": _DRAFTS.max_ngram_tokens,
+            "metavar": "N",
+            "help": "tokens that are compared to choose among such places (default: %(default)s)",
+        },
+    ),
+)
 
 _ENGINE_OPTIONS = (
     "model",
@@ -171,6 +205,9 @@ _ENGINE_OPTIONS = (
     "max_num_seqs",
     "max_num_batched_tokens",
     "has_async_stepping",
+    "num_draft_tokens",
+    "min_ngram_tokens",
+    "max_ngram_tokens",
     "tensor_parallel_size",
 )
 

@@ -26,6 +26,12 @@ _REUSES = (0, 1, 2, 4, 8, 16, 32, 64, 128)
 _FINISH_REASONS = ("stop", "length", "abort", "error")
 _PREEMPTION_REASONS = ("older_request", "own_growth")
 _BLOCK_STATES = ("used", "cached")
+_COUNTED_ELSEWHERE = (
+    "prefix_queried_tokens_total",
+    "prefix_hit_tokens_total",
+    "draft_tokens_total",
+    "accepted_draft_tokens_total",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +60,8 @@ METRICS = (
     Metric("prefix_hit_tokens_total", Counter, "prompt tokens found there"),
     Metric("prompt_tokens_total", Counter, "tokens of prompts, once per choice"),
     Metric("generated_tokens_total", Counter, "tokens generated"),
+    Metric("draft_tokens_total", Counter, "drafts that were computed"),
+    Metric("accepted_draft_tokens_total", Counter, "drafts that became tokens"),
     Metric("requests_finished_total", Counter, "choices that ended", ("reason",)),
     Metric(
         "preemptions_total",
@@ -107,7 +115,7 @@ class EngineMetrics:
         self.tracker = BlockTracker(self._block_evicted)
         self._clocks: dict[str, _Clock] = {}
         self._preempted: set[str] = set()
-        self._num_told = {"prefix_queried_tokens_total": 0, "prefix_hit_tokens_total": 0}
+        self._num_told = dict.fromkeys(_COUNTED_ELSEWHERE, 0)
         for reason in _FINISH_REASONS:
             self._metrics["requests_finished_total"].labels(reason)
         for reason in _PREEMPTION_REASONS:
@@ -137,6 +145,8 @@ class EngineMetrics:
         self._metrics["requests_preempted"].set(len(self._preempted))
         self._count_up("prefix_queried_tokens_total", cache.num_queried_tokens)
         self._count_up("prefix_hit_tokens_total", cache.num_hit_tokens)
+        self._count_up("draft_tokens_total", scheduler.num_draft_tokens)
+        self._count_up("accepted_draft_tokens_total", scheduler.num_accepted_tokens)
         used: list[set[int]] = [set() for _ in self.tracker.group_block_sizes]
         for tables in block_tables(core, self._clocks).values():
             for held, table in zip(used, tables, strict=True):
