@@ -98,14 +98,24 @@ def blocks_for(options: dict[str, Any], num_requests: float) -> int:
     return int(1 + plan.num_reserved_blocks + num_requests * plan.num_blocks_per_request)
 
 
-@pytest.mark.parametrize("num_requests", [None, 2.5])
-@pytest.mark.parametrize("has_prefix_cache", [True, False])
+@pytest.mark.parametrize(
+    ("num_requests", "further"),
+    [
+        (None, {}),
+        (2.5, {}),
+        (2.5, {"has_prefix_cache": False}),
+        (2.5, {"has_async_stepping": True}),
+    ],
+)
 def test_texts_are_those_without_drafts(
-    options: dict[str, Any], expected: Expected, num_requests: float | None, has_prefix_cache: bool
+    options: dict[str, Any],
+    expected: Expected,
+    num_requests: float | None,
+    further: dict[str, Any],
 ) -> None:
     params, (texts, logprobs) = expected
     num_blocks = 400 if num_requests is None else blocks_for(options, num_requests)
-    llm = LLM(**options, **DRAFTS, num_blocks=num_blocks, has_prefix_cache=has_prefix_cache)
+    llm = LLM(**options, **DRAFTS, **further, num_blocks=num_blocks)
     found_texts, found_logprobs = run_all(llm, params)
     assert found_texts == texts
     if options["backend"] == "reference":  # its sums depend on the number of rows
