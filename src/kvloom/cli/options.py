@@ -30,11 +30,23 @@ def int_or_auto(text: str) -> int | str:
         raise argparse.ArgumentTypeError(f'{text!r}; give a number or "auto"') from None
 
 
+def buckets_or_auto(text: str) -> tuple[int, ...] | str:
+    """Numbers between commas, or "auto"."""
+    if text == AUTO:
+        return AUTO
+    try:
+        return tuple(map(int, text.split(",")))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f'{text!r}; give numbers between commas, or "auto"'
+        ) from None
+
+
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the engine's options; names are those of the config dataclasses."""
     group = parser.add_argument_group("engine")
-    arguments = _MODEL_ARGUMENTS + _CACHE_ARGUMENTS + _STEP_ARGUMENTS + _DRAFT_ARGUMENTS
-    for flags, settings in arguments:
+    steps = _STEP_ARGUMENTS + _DRAFT_ARGUMENTS + _SHAPE_ARGUMENTS
+    for flags, settings in _MODEL_ARGUMENTS + _CACHE_ARGUMENTS + steps:
         group.add_argument(*flags, **settings)
 
 
@@ -158,6 +170,43 @@ _STEP_ARGUMENTS: _Arguments = (
             "help": "schedule a step while the one before it runs",
         },
     ),
+    (
+        ("--prefill-segment",),
+        {
+            "type": int_or_auto,
+            "default": _SCHEDULER.prefill_segment,
+            "metavar": "N|auto",
+            "help": "tokens of one request in a step (default: as many as its budget holds)",
+        },
+    ),
+)
+_SHAPE_ARGUMENTS: _Arguments = (
+    (
+        ("--static-shapes",),
+        {
+            "dest": "has_static_shapes",
+            "action": "store_const",
+            "const": True,
+            "default": AUTO,
+            "help": "pad every step to one of a few shapes, all run once at start",
+        },
+    ),
+    *(
+        (
+            (flag,),
+            {
+                "type": buckets_or_auto,
+                "default": AUTO,
+                "metavar": "N,N...|auto",
+                "help": f"{what} that static shapes have, ascending (default: some powers of two)",
+            },
+        )
+        for flag, what in (
+            ("--num-batched-tokens-buckets", "tokens of a step"),
+            ("--num-seqs-buckets", "requests of a step"),
+            ("--context-len-buckets", "stored tokens of a step's longest request"),
+        )
+    ),
 )
 _DRAFT_ARGUMENTS: _Arguments = (
     (
@@ -208,7 +257,12 @@ _ENGINE_OPTIONS = (
     "num_draft_tokens",
     "min_ngram_tokens",
     "max_ngram_tokens",
+    "prefill_segment",
     "tensor_parallel_size",
+    "has_static_shapes",
+    "num_batched_tokens_buckets",
+    "num_seqs_buckets",
+    "context_len_buckets",
 )
 
 

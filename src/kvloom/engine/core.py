@@ -68,6 +68,9 @@ class EngineCore:
             self.plan = self._plan_kv_cache()
         with self._phase("allocate KV cache"):
             self.executor.initialize_kv_cache(self.plan.configs)
+        if config.shapes.is_static(config.device.device):
+            with self._phase("warm up"):
+                logger.info("static shapes: ran each of %d once", self.executor.warm_up())
         self.max_model_len = self.plan.max_model_len
         limits = KVLimits(self.max_model_len, config.scheduler.max_num_batched_tokens)
         self._observer = observer
@@ -187,21 +190,22 @@ class EngineCore:
             raise
         self._in_flight.popleft()
         events = self.scheduler.update(step.output, result.output)
-        self._report(step, events, result.seconds)
+        self._report(step, events, result)
         return events
 
     def _report(
-        self, step: _StepInFlight, events: list[RequestEvent], device_seconds: float
+        self, step: _StepInFlight, events: list[RequestEvent], result: DeviceResult
     ) -> None:
         """Count a step; one that was scheduled ahead begins when the one before it ends."""
         start, end = max(step.start, self._last_end), time.perf_counter()
         self._last_end = end
         self._steps.num_steps += 1
         self._steps.num_scheduled_tokens += step.output.total_num_scheduled_tokens
+        self._steps.num_padded_tokens += result.num_padded_tokens
         self._steps.seconds += end - start
-        self._steps.device_seconds += device_seconds
+        self._steps.device_seconds += result.seconds
         if self._observer is not None:
-            report = StepReport(step.output, events, start, end - start, device_seconds)
+            report = StepReport(step.output, events, start, end - start, result.seconds)
             self._observer.step_ended(report)
 
     @property

@@ -14,10 +14,15 @@ from kvloom.step import ModelRunnerOutput, SchedulerOutput
 
 @dataclass(frozen=True, slots=True)
 class DeviceResult:
-    """What a step computed, and how long forward pass and sampling took."""
+    """What a step computed, how long forward pass and sampling took, and over how many tokens.
+
+    Attributes:
+        num_padded_tokens: those of the forward pass, padding included.
+    """
 
     output: ModelRunnerOutput
     seconds: float
+    num_padded_tokens: int
 
 
 class Device:
@@ -53,4 +58,4 @@ class Device:
             if era is self._era:
                 self.cancel()
             raise
-        return DeviceResult(result, time.perf_counter() - start)
+        return DeviceResult(result, time.perf_counter() - start, handle.num_padded_tokens)

@@ -18,11 +18,14 @@ class StepTimes:
     """Sums over all steps.
 
     Attributes:
+        num_scheduled_tokens: those of requests; num_padded_tokens: with the padding that static
+            shapes add.
         device_seconds: the part of `seconds` that the forward pass and sampling took.
     """
 
     num_steps: int = 0
     num_scheduled_tokens: int = 0
+    num_padded_tokens: int = 0
     seconds: float = 0.0
     device_seconds: float = 0.0
 

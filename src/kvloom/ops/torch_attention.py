@@ -196,9 +196,13 @@ class StepAttention:
         Keys beyond a piece's last one are read at that one's place: what is there is finite
         wherever the piece's own keys are.
         """
-        numbers = [(p.request, p.row, p.position, p.first_key) for p in batch]
+        firsts = self._metadata.first_columns
+        numbers = [
+            (p.request, p.row, p.position, p.first_key, 0 if firsts is None else firsts[p.request])
+            for p in batch
+        ]
         columns = torch.tensor(numbers, device=self._device).T[..., None]
-        request, row, position, first_key = columns  # [num_pieces, 1] each
+        request, row, position, first_key, first_column = columns  # [num_pieces, 1] each
         queries = torch.arange(batch[0].num_queries, device=self._device)
         keys = first_key + torch.arange(batch[-1].num_keys, device=self._device)
         positions = position + queries
@@ -207,7 +211,7 @@ class StepAttention:
         keys, positions = keys[:, None], positions[..., None]
         return _Tile(
             rows=row + queries,
-            blocks=self._table[request, stored // block_size],
+            blocks=self._table[request, stored // block_size - first_column],
             offsets=stored % block_size,
             is_visible=(keys <= positions) & (keys >= mask.first_visible(positions)),
         )

@@ -33,7 +33,8 @@ class InProcessExecutor:
 
     Attributes:
         memory_budgets: per rank, once `determine_available_memory` ran; for messages.
-        model_max_len: most tokens of one request the model was made for.
+        model_max_len: most tokens of one request: what the model was made for, or the largest
+            context that steps are padded to.
         vocab_size: token ids the model knows.
     """
 
@@ -55,7 +56,7 @@ class InProcessExecutor:
         # No thread starts before there is work for it.
         self._threads = ThreadPoolExecutor(len(self._workers), thread_name_prefix="kvloom-rank")
         self.memory_budgets: tuple[MemoryBudget, ...] = ()
-        self.model_max_len = self._workers[0].model.max_model_len
+        self.model_max_len = self._workers[0].max_model_len
         self.vocab_size = self._workers[0].model.vocab_size
 
     def determine_available_memory(self) -> list[int]:
@@ -75,6 +76,10 @@ class InProcessExecutor:
         """Allocate every rank's KV cache; one config per rank."""
         for worker, config in zip(self._workers, kv_cache_configs, strict=True):
             worker.initialize_kv_cache(config)
+
+    def warm_up(self) -> int:
+        """Run every shape that a step may have on all ranks; returns how many there are."""
+        return self._run(lambda worker: worker.warm_up())[0]
 
     def execute_model(self, output: SchedulerOutput) -> StepHandle:
         """Run one step's forward pass on all ranks; the handle is rank 0's."""

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from kvloom.kv.spec import cdiv
 from kvloom.request import ResolvedSamplingParams
+from kvloom.shapes import ShapeBuckets
 from kvloom.step import (
     MAX_EXTRA_LOGITS_ROWS,
     CachedRequestData,
@@ -38,12 +39,14 @@ class RunnerLimits:
         max_model_len: an upper bound of prompt plus output of one request.
         max_num_seqs: most requests of one step; more may run, but take turns.
         max_num_batched_tokens: most tokens of one step, over all requests.
+        buckets: what steps are padded to, no less than the sizes above; None: they are not.
     """
 
     block_size: int
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    buckets: ShapeBuckets | None = None
 
     @property
     def max_num_logits_rows(self) -> int:

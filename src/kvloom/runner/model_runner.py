@@ -30,6 +30,7 @@ from kvloom.runner.input_batch import (
     StepInputs,
 )
 from kvloom.runner.profile import count_least_activation_bytes, measure_peak_activation_bytes
+from kvloom.runner.static_shapes import StaticShapes
 from kvloom.sampling.logits import FloatArray
 from kvloom.sampling.sampler import Sampler, SampleResult, SamplingRow
 from kvloom.step import ModelRunnerOutput, SchedulerOutput, TokenLogprobs, TokenMask
@@ -80,15 +81,17 @@ class StepHandle:
 
     Attributes:
         logits: [num_rows, vocab_size], for each entry of `sampled` one row and one per draft, in
-            order of position, then those of `prompts`; None when nothing ran.
+            order of position, then those of `prompts`, then padding; None when nothing ran.
         sampled: requests whose next token is drawn.
         drafts: by request that has any.
+        num_padded_tokens: tokens that the forward pass computes, padding included.
     """
 
     logits: Value | None = None
     sampled: list[RequestState] = field(default_factory=list)
     drafts: Mapping[str, list[int]] = field(default_factory=dict)
     prompts: list[PromptTokens] = field(default_factory=list)
+    num_padded_tokens: int = 0
 
 
 class ModelRunner:
@@ -120,6 +123,7 @@ class ModelRunner:
         )
         self._sampler: TokenSampler = sampler or Sampler(model.vocab_size)
         self._batch: InputBatch  # made with the KV cache, once it is known that memory suffices
+        self._shapes: StaticShapes | None = None  # likewise, if steps are padded
         self._storages: dict[str, Any] = {}  # by layer that stores KV
 
     # --- plan -------------------------------------------------------------------------------
@@ -187,7 +191,10 @@ class ModelRunner:
             kv_cache_config,
             {name: self._storages[target or name] for name, target in targets.items()},
         )
-        self._batch = InputBatch(self.limits, [g.kv_cache_spec.block_size for g in groups])
+        specs = [group.kv_cache_spec for group in groups]
+        self._batch = InputBatch(self.limits, [spec.block_size for spec in specs])
+        if (buckets := self.limits.buckets) is not None:
+            self._shapes = StaticShapes(buckets, self.limits.max_num_logits_rows, specs)
 
     def bind_kv_cache(self, kv_cache_config: KVCacheConfig, storages: Mapping[str, Any]) -> None:
         """Give every attention layer its spec, its group, and its storage by name."""
@@ -199,6 +206,18 @@ class ModelRunner:
                 layer.group = index
                 layer.storage = storages[name]
         self._executable.bind()
+
+    def warm_up(self) -> int:
+        """Run every shape that a step may have once, on padding alone; returns how many there are.
+
+        Whatever a device compiles or sets up per shape is done then.
+        """
+        if self._shapes is None:
+            return 0
+        shapes = self._shapes.all()
+        for shape in shapes:
+            self._executable.forward(self._shapes.make_padding(shape))
+        return len(shapes)
 
     # --- run --------------------------------------------------------------------------------
 
@@ -227,8 +246,10 @@ class ModelRunner:
             logits_rows=rows,
             attention=self._build_attention_metadata(inputs),
         )
+        if self._shapes is not None:
+            batch = self._shapes.pad(batch, self._shapes.find(batch))
         logits = self._executable.forward(batch)
-        return StepHandle(logits, states, drafts, prompts)
+        return StepHandle(logits, states, drafts, prompts, len(batch.token_ids))
 
     def sample_tokens(
         self, handle: StepHandle, grammar: TokenMask | None = None

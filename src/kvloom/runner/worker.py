@@ -97,6 +97,17 @@ class Worker:
         """Allocate the KV cache and bind the layers to it."""
         self._runner.initialize_kv_cache(kv_cache_config)
 
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of one request: the model's own limit, or the largest context bucket."""
+        buckets = self._runner.limits.buckets
+        longest = self.model.max_model_len
+        return longest if buckets is None else min(longest, buckets.context_lens[-1])
+
+    def warm_up(self) -> int:
+        """Run every shape that a step may have; returns how many there are."""
+        return self._runner.warm_up()
+
     def execute_model(self, output: SchedulerOutput) -> StepHandle:
         """Start one step's forward pass."""
         return self._runner.execute_model(output)
@@ -118,8 +129,18 @@ def _resolve_limits(config: EngineConfig, model_max_len: int) -> RunnerLimits:
     asked = config.model.max_model_len
     max_model_len = model_max_len if asked == AUTO else min(asked, model_max_len)
     steps = config.scheduler
+    block_size = resolve_block_size(config.cache.block_size, config.device.device)
+    buckets = config.resolve_buckets(max_model_len)
+    if buckets is not None:
+        return RunnerLimits(
+            block_size=block_size,
+            max_model_len=min(max_model_len, buckets.context_lens[-1]),
+            max_num_seqs=buckets.num_reqs[-1],
+            max_num_batched_tokens=buckets.num_tokens[-1],
+            buckets=buckets,
+        )
     return RunnerLimits(
-        block_size=resolve_block_size(config.cache.block_size, config.device.device),
+        block_size=block_size,
         max_model_len=max_model_len,
         # A request of a step has one token at least, and as many as it is long at most.
         max_num_seqs=min(steps.max_num_seqs, steps.max_num_batched_tokens),

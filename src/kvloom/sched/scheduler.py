@@ -135,7 +135,8 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Decide the next step. Every step that is emitted must run, and be updated, in order."""
-        step = StepBuilder(self._config.max_num_batched_tokens)
+        config = self._config
+        step = StepBuilder(config.max_num_batched_tokens, config.max_num_tokens_per_req)
         for request in self._forks.start_step():
             self._waiting.add(request)
         self._kv.start_step()

@@ -24,12 +24,14 @@ class StepBuilder:
 
     Attributes:
         num_free_tokens: what is left of its token budget.
+        max_num_tokens_per_req: most tokens of one request.
         num_free_rows: what is left of the rows of logits that requests may have beyond one each.
         drafts: by request, those of its scheduled tokens that are guessed, the last ones.
         requests: those it computes tokens of.
     """
 
     num_free_tokens: int
+    max_num_tokens_per_req: int
     num_free_rows: int = MAX_EXTRA_LOGITS_ROWS
     new: list[NewRequestData] = field(default_factory=list)
     cached: list[_Diff] = field(default_factory=list)
@@ -40,14 +42,15 @@ class StepBuilder:
 
     def num_fitting_tokens(self, request: Request, num_missing_tokens: int) -> int:
         """How many of the tokens that a request has yet to compute fit into the step."""
-        num_tokens = min(num_missing_tokens, self.num_free_tokens)
+        num_tokens = min(num_missing_tokens, self.num_free_tokens, self.max_num_tokens_per_req)
         if num_tokens > 1 and _scores_prompt(request):
             return min(num_tokens, 1 + self.num_free_rows)
         return num_tokens
 
     def num_fitting_drafts(self, num_kept_tokens: int) -> int:
         """How many drafts of one request fit beside `num_kept_tokens` known tokens."""
-        return min(self.num_free_tokens - num_kept_tokens, self.num_free_rows)
+        most = min(self.num_free_tokens, self.max_num_tokens_per_req)
+        return min(most - num_kept_tokens, self.num_free_rows)
 
     def add_new(self, request: Request, num_tokens: int, block_ids: BlockIds) -> None:
         """Schedule a request that workers have not seen; `block_ids` is its whole table."""
