@@ -50,7 +50,11 @@ def texts(llm: LLM, prompts: list[list[int]]) -> Iterator[list[int]]:
     [
         {"max_num_batched_tokens": 48, "num_threads": 1},
         {"block_size": 128, "has_prefix_cache": False},
-        {"num_blocks": 1 + -(-(LARGEST + 16) // 16), "max_num_batched_tokens": 256},
+        {
+            "num_blocks": 1 + -(-(LARGEST + 16) // 16),
+            "max_num_batched_tokens": 256,
+            "num_draft_tokens": 5,
+        },
     ],
     ids=str,
 )
@@ -62,6 +66,23 @@ def test_float32_text_is_transformers(options: dict[str, Any], smollm2: Path) ->
         assert token_ids == case["token_ids"], f"{len(case['prompt_token_ids'])} prompt tokens"
     llm._core.manager.check()
     llm.shutdown()
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_a_text_that_quotes_comes_in_fewer_steps(dtype: str, smollm2: Path) -> None:
+    sentence = "The ferry to the island leaves at seven, and whoever misses it waits until noon."
+    chat = [{"role": "user", "content": f"Repeat this word for word: {sentence} {sentence}"}]
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    outcomes = []
+    for options in ({}, {"num_draft_tokens": 8}):
+        llm = make_llm(smollm2, dtype=dtype, **options)
+        [output] = llm.chat(chat, params)
+        outcomes.append((output.outputs[0].token_ids, llm.stats.steps.num_steps))
+        llm.shutdown()
+    (plain, num_plain_steps), (drafted, num_steps) = outcomes
+    assert drafted == plain
+    assert num_plain_steps == 40
+    assert num_steps < 20
 
 
 def test_bfloat16_leaves_the_exact_text_at_near_ties_alone(smollm2: Path) -> None:
