@@ -70,7 +70,7 @@ def _llms() -> Iterator[Callable[..., Any]]:
     made = []
 
     def make(model: Path, **options: Any) -> Any:
-        made.append(LLM(model=str(model), kv_cache_memory_bytes=1 << 28, **options))
+        made.append(LLM(model=str(model), **{"kv_cache_memory_bytes": 1 << 28} | options))
         return made[-1]
 
     yield make
