@@ -21,7 +21,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ import text_check
 from peers_cells import CELLS, MODELS, Cell
 from peers_engines import STATED_PEAKS, OpsPerSecond, Places, engine_commands, engine_formats
 from peers_engines import read_model_size as read_size
+from peers_folder import folder_that_begins_as
 from peers_probe import Probe
 from peers_process import EngineError, EngineProcess, busy_seconds
 from peers_prompts import PromptMaker
@@ -122,6 +123,13 @@ def sample_line(sample: Sample, cell: Cell) -> str:
 def say(line: str) -> None:
     """To who watches; the report alone goes to standard output."""
     print(line, file=sys.stderr, flush=True)
+
+
+def with_equal_prompts(places: Places, tokenizer: Any, out: Path) -> Places:
+    """Folder and file make the same tokens of a text; `tokenizer` is the file's."""
+    own = load_tokenizer(open_checkpoint(places.folder))
+    folder = folder_that_begins_as(tokenizer, own, places.folder, out.resolve() / "model")
+    return replace(places, model=replace(places.model, folder=str(folder)))
 
 
 def start_engines(names: Sequence[str], places: Places, options: Any, out: Path) -> Any:
@@ -226,6 +234,7 @@ def main() -> None:
     cells = [CELLS[int(i)] for i in arguments.cells.split(",") if i] or CELLS
     tokenizer = load_tokenizer(open_checkpoint(places.gguf))
     prompts = PromptMaker(tokenizer)
+    places = with_equal_prompts(places, tokenizer, arguments.out)
     engines = start_engines(names, places, options, arguments.out)
     try:
         lines = [] if arguments.no_text else check_texts(engines, tokenizer, places)

@@ -70,7 +70,10 @@ GEMMA3_BARS = (
 
 @dataclass(frozen=True, slots=True)
 class BenchModel:
-    """A model that engines are compared on: a GGUF file, its weights in bf16, and the bars."""
+    """A model that engines are compared on: a GGUF file, a folder of its weights in bf16, the bars.
+
+    File and folder are below the folder of models, unless they are absolute paths.
+    """
 
     gguf: str
     folder: str

@@ -35,6 +35,23 @@ def test_a_seed_stands_for_its_prompts(maker):
     assert not set(maker.make(2, 16, "a")) & set(maker.make(2, 16, "b"))
 
 
+class WithBos:
+    """Token 0 begins every text; the others are words."""
+
+    vocab_size = 500
+
+    def encode(self, text, add_special_tokens):
+        return [0] * add_special_tokens + [1] * text.count(" ")
+
+    def decode(self, ids):
+        return "".join(f" {chr(97 + i // 25)}{chr(97 + i % 25)}x" for i in ids)
+
+
+def test_tokens_that_begin_a_text_count():
+    [text] = PromptMaker(WithBos()).make(1, 5, "a")
+    assert text.count(" ") == 4
+
+
 class Letters:
     """A token per letter: no word is one token."""
 
@@ -62,5 +79,5 @@ def test_a_tokenizer_without_whole_words_is_refused():
 
 
 def test_a_wrong_number_of_tokens_is_refused():
-    with pytest.raises(ValueError, match="of 3 words has 12 tokens"):
+    with pytest.raises(ValueError, match="made to have 3 tokens has 12"):
         PromptMaker(Liar()).make(1, 3, "a")
