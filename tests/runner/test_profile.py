@@ -6,6 +6,7 @@ import tracemalloc
 
 import pytest
 
+from eager_backends import make_backend
 from kvloom.config import SchedulerConfig
 from kvloom.dtypes import DType
 from kvloom.kv.manager import KVCacheManager
@@ -14,6 +15,7 @@ from kvloom.kv.spec import KVLimits
 from kvloom.models.base import ModelDTypes
 from kvloom.models.parallel import TensorParallelRank
 from kvloom.models.registry import build_model
+from kvloom.ops.backend import MemoryMeter
 from kvloom.ops.base import Ops
 from kvloom.ops.reference import ReferenceBackend
 from kvloom.request import Request
@@ -33,24 +35,24 @@ def build_loaded(fakes, rank, **changes):
     config = {**fakes.llama, **changes}
     dtypes = ModelDTypes(DType.FLOAT32, DType.FLOAT32)
     model = build_model(config, rank, dtypes)
-    load_weights(model, fakes.checkpoint(config), ReferenceBackend().pack)
+    load_weights(model, fakes.checkpoint(config), make_backend().pack)
     return model
 
 
 class RunEverything:
     """In place of the rehearsal: every operation of every layer, traced as a whole."""
 
-    def __init__(self, ops: Ops) -> None:
-        tracemalloc.reset_peak()
+    def __init__(self, ops: Ops, meter: MemoryMeter) -> None:
+        meter.reset_peak()
         self._ops = ops
-        self._before = tracemalloc.get_traced_memory()[0]
+        self._meter = meter
 
     def __getattr__(self, name):
         return getattr(self._ops, name)
 
     @property
     def peak_bytes(self):
-        return tracemalloc.get_traced_memory()[1] - self._before
+        return self._meter.peak_bytes
 
 
 # Which operation holds the peak: the MLP of many tokens, the logits, the longest context.
@@ -61,19 +63,21 @@ SIZES = [
 ]
 
 
+@pytest.mark.usefixtures("each_backend")
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_rehearsed_peak_is_that_of_a_full_run(fakes, monkeypatch, sizes, world_size):
     rank = TensorParallelRank(world_size - 1, world_size)
     model = build_loaded(fakes, rank, num_hidden_layers=4, vocab_size=500)
-    arguments = (model, ReferenceBackend(), LoneRank(rank.rank, world_size), fakes.limits(**sizes))
+    arguments = (model, make_backend(), LoneRank(rank.rank, world_size), fakes.limits(**sizes))
     rehearsed = measure_peak_activation_bytes(*arguments)
     monkeypatch.setattr(profile, "_Rehearsal", RunEverything)
     full = measure_peak_activation_bytes(*arguments)
     # A rehearsed operation's arguments live until it returns, even if it is done with them.
-    assert rehearsed == pytest.approx(full, rel=0.04, abs=20_000)
+    assert rehearsed == pytest.approx(full, rel=0.06, abs=20_000)
 
 
+@pytest.mark.usefixtures("each_backend")
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("case", ["llama4", "deepseek_v3"])
 def test_layers_with_experts_are_rehearsed(fakes, monkeypatch, case, sizes):
@@ -83,7 +87,7 @@ def test_layers_with_experts_are_rehearsed(fakes, monkeypatch, case, sizes):
     layers of the full run have them spread.
     """
     model = build_loaded(fakes, TensorParallelRank(), **MIXTURE_CASES[case])
-    arguments = (model, ReferenceBackend(), LoneRank(0, 1), fakes.limits(**sizes))
+    arguments = (model, make_backend(), LoneRank(0, 1), fakes.limits(**sizes))
     rehearsed = measure_peak_activation_bytes(*arguments)
     monkeypatch.setattr(profile, "_Rehearsal", RunEverything)
     full = measure_peak_activation_bytes(*arguments)
@@ -178,3 +182,25 @@ def test_the_peak_covers_a_step_that_scores_a_prompt(fakes):
         scheduler.update(output, result)
     assert num_scores == 3 * (num_tokens - 1)
     assert max(peaks) <= counted_bytes
+
+
+@pytest.mark.torch
+def test_the_peak_covers_every_request_at_its_longest(fakes):
+    """Joined requests: keys and values of all of them are gathered at once."""
+    changes = {"num_hidden_layers": 1, "max_position_embeddings": 2000}
+    model = build_loaded(fakes, TensorParallelRank(), **changes)
+    backend = make_backend("torch")
+    load_weights(model, fakes.checkpoint({**fakes.llama, **changes}), backend.pack)
+    few, many = (
+        measure_peak_activation_bytes(
+            model,
+            backend,
+            LoneRank(0, 1),
+            fakes.limits(max_num_batched_tokens=32, max_num_seqs=count, max_model_len=2000),
+        )
+        for count in (1, 32)
+    )
+    kv_heads = fakes.llama["num_key_value_heads"]
+    head_size = fakes.llama["hidden_size"] // fakes.llama["num_attention_heads"]
+    gathered_bytes = 2 * 32 * 2000 * kv_heads * head_size * 4
+    assert few < gathered_bytes < many

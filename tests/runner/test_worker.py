@@ -7,6 +7,8 @@ import pytest
 from kvloom.config import EngineConfig
 from kvloom.dtypes import DType
 from kvloom.errors import CapacityError, ConfigError, ParallelSizeError, WeightsError
+from kvloom.ops.backend import DeviceMemory
+from kvloom.ops.reference import ReferenceBackend
 from kvloom.runner import worker as worker_module
 from kvloom.runner.collectives import SingleRankCommunicator, make_thread_communicators
 from kvloom.runner.worker import Worker
@@ -139,3 +141,32 @@ def test_a_missing_tensor_is_named(fakes):
     del checkpoint.tensors["model.norm.weight"]
     with pytest.raises(WeightsError, match=r"model\.norm\.weight"):
         make_worker(fakes, checkpoint).load_model()
+
+
+def test_a_device_with_memory_of_its_own_gives_a_share_of_all_of_it(fakes, monkeypatch):
+    """Other processes hold 10 MB of 100; weights and peak are ours, and the share is of it all."""
+    memory = iter([DeviceMemory(100_000_000, 90_000_000), DeviceMemory(100_000_000, 80_000_000)])
+    monkeypatch.setattr(ReferenceBackend, "read_device_memory", lambda self: next(memory))
+    worker = make_worker(fakes, backend="reference", memory_share=0.9)
+    worker.load_model()
+    budget = worker.determine_available_memory()
+    use = budget.use
+    assert budget.kv_bytes == 90_000_000 - use.weights_bytes - use.activation_bytes
+
+
+def test_a_share_of_a_device_that_others_hold_is_refused(fakes, monkeypatch):
+    memory = DeviceMemory(100_000_000, 85_000_000)
+    monkeypatch.setattr(ReferenceBackend, "read_device_memory", lambda self: memory)
+    worker = make_worker(fakes, backend="reference", memory_share=0.9)
+    worker.load_model()
+    with pytest.raises(CapacityError, match=r"memory_share to at most 0\.85"):
+        worker.determine_available_memory()
+
+
+def test_a_given_size_that_a_device_has_not_is_refused(fakes, monkeypatch):
+    memory = DeviceMemory(10**15, 100_000_000)
+    monkeypatch.setattr(ReferenceBackend, "read_device_memory", lambda self: memory)
+    worker = make_worker(fakes, backend="reference", kv_cache_bytes=10**12)
+    worker.load_model()
+    with pytest.raises(CapacityError, match=r"931\.32 GiB.*95\.37 MiB.*lower kv_cache_bytes"):
+        worker.determine_available_memory()

@@ -9,7 +9,9 @@ from kvloom.config import (
     AUTO,
     BACKENDS,
     DEFAULT_MODEL,
+    DEVICES,
     CacheConfig,
+    DeviceConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
@@ -66,13 +68,21 @@ _MODEL_ARGUMENTS: _Arguments = (
         {"choices": BACKENDS, "default": AUTO, "help": "what computes (default: %(default)s)"},
     ),
     (
+        ("--device",),
+        {
+            "choices": DEVICES,
+            "default": DeviceConfig().device,
+            "help": "where it computes (default: %(default)s; others need torch)",
+        },
+    ),
+    (
         ("--threads",),
         {
             "dest": "num_threads",
             "type": int_or_auto,
             "default": AUTO,
             "metavar": "N|auto",
-            "help": "threads of the native backend (default: one per core)",
+            "help": "threads of the native backend, or of torch on a CPU (default: one per core)",
         },
     ),
     (
@@ -243,6 +253,7 @@ _DRAFT_ARGUMENTS: _Arguments = (
 _ENGINE_OPTIONS = (
     "model",
     "backend",
+    "device",
     "num_threads",
     "dtype",
     "kv_cache_dtype",

@@ -52,10 +52,10 @@ def count_weights_bytes(model: Model, config: EngineConfig, files: ModelFiles, d
     """On this host what the engine will hold of a file; elsewhere as the dtype says."""
     if device != "cpu" or files.checkpoint is None:
         return sum(parameter.num_bytes for parameter in model.parameters)
-    from kvloom.runner.backends import resolve_native_dtypes, resolve_packed_dtype
+    from kvloom.runner.backends import resolve_file_dtypes, resolve_packed_dtype
     from kvloom.weights.loader import count_weights_bytes as count_loaded_bytes
 
-    dtypes = resolve_native_dtypes(config, files.stored_formats)
+    dtypes = resolve_file_dtypes(config, files.stored_formats)
     return count_loaded_bytes(model, files.checkpoint, resolve_packed_dtype(config, dtypes))
 
 
@@ -82,9 +82,9 @@ def resolve_dtypes(config: EngineConfig, files: ModelFiles, device: str) -> Mode
     from kvloom.models.base import ModelDTypes
 
     if device == "cpu":
-        from kvloom.runner.backends import resolve_native_dtypes
+        from kvloom.runner.backends import resolve_file_dtypes
 
-        dtypes = resolve_native_dtypes(config, files.stored_formats)
+        dtypes = resolve_file_dtypes(config, files.stored_formats)
         if dtypes.kv is DType.FP8:
             raise ConfigError("no backend of this host stores fp8; set kv_cache_dtype to int8")
         return dtypes

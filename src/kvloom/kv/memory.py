@@ -50,7 +50,7 @@ class MemoryBudget:
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Memory of a host shared by `num_ranks` ranks: before weights were loaded, and now."""
+    """Memory that `num_ranks` ranks share: before weights were loaded, and now."""
 
     available_at_start_bytes: int
     available_now_bytes: int
@@ -140,8 +140,8 @@ def check_available_now(budget: MemoryBudget, host: HostMemory, remedy: str) -> 
         raise CapacityError(
             f"KV ({format_bytes(budget.kv_bytes)}) and peak activation "
             f"({format_bytes(budget.use.activation_bytes)}) of {host.num_ranks} rank(s) are still "
-            f"to be allocated, but only {format_bytes(host.available_now_bytes)} of host memory "
-            f"is available now; close other programs, or {remedy}"
+            f"to be allocated, but only {format_bytes(host.available_now_bytes)} of memory are "
+            f"available now; close other programs, or {remedy}"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,6 +29,14 @@ class StepSizes:
     max_num_rows: int
     max_model_len: int
     block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Memory of a device that has its own, over all processes."""
+
+    total_bytes: int
+    free_bytes: int
 
 
 class RunnableModel(Protocol):
@@ -94,9 +103,42 @@ class Backend(Protocol):
     def to_host(self, value: Value) -> Any:
         """A value as a float32 numpy array."""
 
+    def read_device_memory(self) -> DeviceMemory | None:
+        """What the device has now; None if it is the host's, or if the device does not tell."""
+
+
+class MemoryMeter(Protocol):
+    """What values take while a backend computes."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Taken now, by what was allocated since the meter runs."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was taken at once since `reset_peak`."""
+
+    def reset_peak(self) -> None:
+        """Begin again with what is taken now."""
+
+    def zeros(self, shape: tuple[int, ...]) -> Value:
+        """A value of that shape."""
+
+    def is_view(self, value: Value, argument: Any) -> bool:
+        """Whether `argument` is a value, too, and both lie in the same memory."""
+
 
 class EagerBackend(Backend, Protocol):
-    """A backend that computes each operation when it is called."""
+    """A backend that computes each operation when it is called.
+
+    Attributes:
+        joins_requests: whether attention of many requests takes memory for all of them at once.
+    """
+
+    joins_requests: bool
+
+    def meter(self) -> AbstractContextManager[MemoryMeter]:
+        """Measure memory from here on."""
 
     def ops(self, batch: Batch, communicator: Communicator) -> Ops:
         """The operations for one step over `batch`."""

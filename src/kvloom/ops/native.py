@@ -160,6 +160,9 @@ class NativeBackend:
         """The value itself: a view of native memory, valid until the next step."""
         return value
 
+    def read_device_memory(self) -> None:
+        """It computes in the host's memory."""
+
 
 def _gate_names(tape: Tape) -> Iterator[str]:
     """The parameters whose rows are gates, then what they let through."""

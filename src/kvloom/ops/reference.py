@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import tracemalloc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -38,6 +40,7 @@ class ReferenceBackend:
 
     name = "reference"
     packs_stored_rows = False
+    joins_requests = False
 
     def compile(
         self, model: RunnableModel, communicator: Communicator, sizes: StepSizes
@@ -112,6 +115,47 @@ class ReferenceBackend:
     def to_host(self, value: Array) -> Array:
         """The value itself."""
         return value
+
+    def read_device_memory(self) -> None:
+        """It computes in the host's memory."""
+
+    @contextmanager
+    def meter(self) -> Iterator[ArrayMeter]:
+        """Trace allocations; a tracer that is already running is left running."""
+        was_tracing = tracemalloc.is_tracing()
+        if not was_tracing:
+            tracemalloc.start()
+        try:
+            yield ArrayMeter()
+        finally:
+            if not was_tracing:
+                tracemalloc.stop()
+
+
+class ArrayMeter:
+    """What Python's tracer says of numpy's allocations."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Traced now."""
+        return tracemalloc.get_traced_memory()[0]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was traced at once."""
+        return tracemalloc.get_traced_memory()[1]
+
+    def reset_peak(self) -> None:
+        """Begin again with what is traced now."""
+        tracemalloc.reset_peak()
+
+    def zeros(self, shape: tuple[int, ...]) -> Array:
+        """A float32 array."""
+        return np.zeros(shape, np.float32)
+
+    def is_view(self, value: Array, argument: Any) -> bool:
+        """Whether `argument` is an array in the same memory."""
+        return isinstance(argument, np.ndarray) and np.may_share_memory(value, argument)
 
 
 def _check_spec(spec: KVCacheSpec) -> AttentionSpec:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +15,17 @@ from torch import Tensor
 from kvloom.dtypes import DType
 from kvloom.errors import ConfigError
 from kvloom.kv.spec import AttentionSpec, KVCacheSpec, MLAAttentionSpec
-from kvloom.ops.backend import RunnableModel, StepSizes, check_packed_shape
+from kvloom.ops.backend import (
+    DeviceMemory,
+    MemoryMeter,
+    RunnableModel,
+    StepSizes,
+    check_packed_shape,
+)
 from kvloom.ops.base import Batch, Communicator, Ops, PackedFormat, Parameter, StoredRows
 from kvloom.ops.reference import EagerExecutable
 from kvloom.ops.torch_attention import INT8_GROUP, STORED_TYPES, BlockRows, TorchStorage
+from kvloom.ops.torch_memory import measure, read_device_memory
 from kvloom.ops.torch_ops import TorchOps
 
 
@@ -52,15 +60,22 @@ class TorchBackend:
 
     name = "torch"
     packs_stored_rows = False
+    joins_requests = True
 
-    def __init__(self, device: str = "cpu", dtype: DType = DType.FLOAT32) -> None:
+    def __init__(
+        self, device: str = "cpu", dtype: DType = DType.FLOAT32, num_threads: int | None = None
+    ) -> None:
         """Find the device: "cpu", "cuda", "neuron", or what else this torch has.
+
+        `num_threads` are those of torch on the CPU, in this process; None leaves them as they are.
 
         Raises:
             ConfigError: this torch has no such device.
         """
         self.device = _find_device(device)
         self.dtype: torch.dtype = STORED_TYPES[dtype]
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
 
     def compile(
         self, model: RunnableModel, communicator: Communicator, sizes: StepSizes
@@ -88,6 +103,8 @@ class TorchBackend:
 
     def allocate_kv(self, size_bytes: int) -> Tensor:
         """`size_bytes` zero bytes on the device."""
+        if self.device.type == "cpu":  # numpy's pages are handed out as they are written
+            return torch.from_numpy(np.zeros(size_bytes, np.int8))
         return torch.zeros(size_bytes, dtype=torch.int8, device=self.device)
 
     def view_kv(
@@ -102,7 +119,7 @@ class TorchBackend:
             ConfigError: a spec or format that this backend does not compute, or memory that does
                 not hold `num_blocks` blocks of the spec.
         """
-        spec = _check_spec(spec)
+        spec = check_spec(spec)
         end = offset_bytes + spec.page_size_bytes
         if raw.nbytes % num_blocks or raw.nbytes // num_blocks < end:
             raise ConfigError(
@@ -133,6 +150,14 @@ class TorchBackend:
         array: npt.NDArray[np.float32] = value.cpu().numpy()
         return array
 
+    def read_device_memory(self) -> DeviceMemory | None:
+        """What a CUDA device has; None for others."""
+        return read_device_memory(self.device)
+
+    def meter(self) -> AbstractContextManager[MemoryMeter]:
+        """Measure memory from here on."""
+        return measure(self.device)
+
 
 def _find_device(name: str) -> torch.device:
     """The device, once it has been seen to hold a value."""
@@ -162,8 +187,12 @@ def _view_rows(page: Tensor, spec: AttentionSpec, size: int) -> BlockRows:
     )
 
 
-def _check_spec(spec: KVCacheSpec) -> AttentionSpec:
-    """The spec, if this backend computes it: attention in a format of `STORED_TYPES`."""
+def check_spec(spec: KVCacheSpec) -> AttentionSpec:
+    """The spec, if this backend computes it: attention in a format of `STORED_TYPES`.
+
+    Raises:
+        ConfigError: it does not.
+    """
     if not isinstance(spec, AttentionSpec):
         raise ConfigError(
             f"the torch backend binds layers that store KV, not {spec}; bind a layer that shares "

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_NATIVE_DTYPES = (AUTO, DType.FLOAT32.value, DType.BFLOAT16.value)
+_DTYPES = (AUTO, DType.FLOAT32.value, DType.BFLOAT16.value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class BackendChoice:
     """A backend and the model made for it.
 
     Attributes:
-        sampler: reads the backend's logits where they are; None for the reference's.
+        sampler: reads the backend's logits where they are; None for one that reads arrays.
         weights_dtype: what matrices are packed as: "auto" keeps the file's formats.
     """
 
@@ -49,10 +49,14 @@ def choose_backend(
 ) -> BackendChoice:
     """The backend asked for; "auto" is the native one wherever that can run the model.
 
+    On a device that is no CPU, "auto" is torch.
+
     Raises:
         ConfigError, UnsupportedModelError: the backend asked for cannot, or none can.
     """
     asked = config.device.backend
+    if asked == "torch" or config.device.device != "cpu":
+        return _choose_torch(config, checkpoint, rank)
     if asked == "reference":
         return _choose_reference(config, checkpoint, rank)
     try:
@@ -79,13 +83,48 @@ def _choose_reference(
     return BackendChoice(ReferenceBackend(), model)
 
 
+def _choose_torch(
+    config: EngineConfig, checkpoint: Checkpoint, rank: TensorParallelRank
+) -> BackendChoice:
+    device = config.device.device
+    if device != "cpu" and rank.world_size > 1:
+        raise ConfigError(
+            f"one rank runs on {device}, not {rank.world_size}; set tensor_parallel_size to 1"
+        )
+    if device == "neuron" and config.cache.kv_cache_bytes is None:
+        raise ConfigError("torch does not tell the memory of a neuron device; set kv_cache_bytes")
+    try:
+        from kvloom.ops.torch_backend import TorchBackend, check_spec
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ConfigError(
+            "the torch backend needs torch; install it with: pip install 'kvloom[torch]'"
+        ) from None
+    stored = {checkpoint.stored_format(name) for name in checkpoint.tensor_names}
+    dtypes = resolve_file_dtypes(config, stored, "torch")
+    threads = config.device.num_threads
+    backend = TorchBackend(device, dtypes.weights, None if threads == AUTO else threads)
+    model = build_model(checkpoint.config, rank, dtypes, config.model.max_model_len)
+    for layer in model.get_kv_spec().layers:
+        if layer.shares_kv_with is None:
+            check_spec(make_kv_cache_spec(layer, block_size=1))
+    logger.info(
+        "backend torch on %s: computed in %s, KV %s",
+        backend.device,
+        dtypes.weights.value,
+        dtypes.kv.value,
+    )
+    return BackendChoice(backend, model)
+
+
 def _choose_native(
     config: EngineConfig, checkpoint: Checkpoint, rank: TensorParallelRank
 ) -> BackendChoice:
     num_threads = _num_threads(config, rank.world_size)
     backend = NativeBackend(num_threads)
     stored = {checkpoint.stored_format(name) for name in checkpoint.tensor_names}
-    dtypes = resolve_native_dtypes(config, stored)
+    dtypes = resolve_file_dtypes(config, stored)
     model = build_model(checkpoint.config, rank, dtypes, config.model.max_model_len)
     block_size = resolve_block_size(config.cache.block_size, config.device.device)
     for layer in model.get_kv_spec().layers:
@@ -103,8 +142,10 @@ def _choose_native(
     return BackendChoice(backend, model, sampler, weights_dtype)
 
 
-def resolve_native_dtypes(config: EngineConfig, stored_formats: Set[str]) -> ModelDTypes:
-    """What the native backend computes and stores in, for a file whose tensors have these formats.
+def resolve_file_dtypes(
+    config: EngineConfig, stored_formats: Set[str], backend: str = "native"
+) -> ModelDTypes:
+    """What the native or torch backend computes and stores in, for a file of these formats.
 
     A file of float32 values is computed in float32: all else would change them.
 
@@ -113,10 +154,10 @@ def resolve_native_dtypes(config: EngineConfig, stored_formats: Set[str]) -> Mod
     """
     dtype = config.model.dtype
     plain = dtype.removeprefix("torch.")
-    if plain not in _NATIVE_DTYPES:
+    if plain not in _DTYPES:
         raise ConfigError(
-            f"the native backend computes in {' or '.join(_NATIVE_DTYPES[1:])}, not {dtype}; "
-            "leave dtype out to keep the formats of the file"
+            f"the {backend} backend computes in {' or '.join(_DTYPES[1:])}, not {dtype}; "
+            "leave dtype out to follow the formats of the file"
         )
     is_exact = plain == DType.FLOAT32.value or (plain == AUTO and stored_formats == {"F32"})
     weights = DType.FLOAT32 if is_exact else DType.BFLOAT16

@@ -155,7 +155,7 @@ class ModelRunner:
             raise CapacityError(
                 f"a step of {self.limits.max_num_batched_tokens} tokens and "
                 f"{self.limits.max_num_seqs} requests takes at least {format_bytes(least_bytes)}, "
-                f"but only {format_bytes(available_bytes)} of host memory is available now; lower "
+                f"but only {format_bytes(available_bytes)} of memory are available now; lower "
                 "max_num_batched_tokens or max_num_seqs"
             )
         eager = cast(EagerBackend, self._backend)

@@ -4,12 +4,12 @@ A model is rehearsed on a dummy batch. An operation's memory follows from its sh
 one is computed, and its allocations traced, only the first time its shapes occur; in every further
 layer it merely hands out memory of its result's size. What is alive between two operations is thus
 real in every layer, and the measured peak is the one of the full run at the price of one layer.
+What is allocated, the backend's own meter says.
 """
 
 from __future__ import annotations
 
 import functools
-import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -19,7 +19,7 @@ import numpy as np
 
 from kvloom.kv.planner import make_kv_cache_spec
 from kvloom.kv.spec import cdiv
-from kvloom.ops.backend import EagerBackend
+from kvloom.ops.backend import EagerBackend, MemoryMeter
 from kvloom.ops.base import (
     Attention,
     AttentionMetadata,
@@ -32,7 +32,7 @@ from kvloom.ops.base import (
 )
 from kvloom.ops.slots import plan_slots
 from kvloom.ops.tape import Rows, record
-from kvloom.runner.input_batch import RunnerLimits
+from kvloom.runner.input_batch import IntArray, RunnerLimits
 
 if TYPE_CHECKING:
     from kvloom.models.base import Model
@@ -78,26 +78,33 @@ def measure_peak_activation_bytes(
 ) -> int:
     """Peak bytes of the forward pass of a step with as many tokens and rows of logits as may be.
 
-    One request of the step has a context of `max_model_len` tokens. Works for backends whose
-    values are numpy arrays. Leaves the model's KV layers unbound.
+    One request of the step has a context of `max_model_len` tokens; where requests are joined, a
+    step of single tokens counts as well, whose requests all have. Leaves the model's KV layers
+    unbound.
     """
     num_parts = cdiv(limits.max_num_batched_tokens, _MAX_REHEARSED_TOKENS)
     num_tokens = cdiv(limits.max_num_batched_tokens, num_parts)
     num_rows = cdiv(limits.max_num_logits_rows, num_parts)
     lone = LoneRank(communicator.rank, communicator.world_size)
-    with _dummy_kv_cache(model, backend, limits), _traced():
-        batch = _dummy_batch(limits, num_tokens, num_rows)
-        rehearsal = _Rehearsal(backend.ops(batch, lone))
-        model.forward(cast(Ops, rehearsal), batch)
-        return rehearsal.peak_bytes * num_parts
+    peaks = []
+    with _dummy_kv_cache(model, backend, limits), backend.meter() as meter:
+        batches = [_chunks_batch(limits, num_tokens, num_rows)]
+        if backend.joins_requests:
+            batches.append(_single_tokens_batch(limits, min(limits.max_num_seqs, num_tokens)))
+        for batch in batches:
+            rehearsal = _Rehearsal(backend.ops(batch, lone), meter)
+            model.forward(cast(Ops, rehearsal), batch)
+            peaks.append(rehearsal.peak_bytes)
+    return max(peaks) * num_parts
 
 
 class _Rehearsal:
     """Operations that compute only shapes they have not seen, and note the peak of memory."""
 
-    def __init__(self, ops: Ops) -> None:
+    def __init__(self, ops: Ops, meter: MemoryMeter) -> None:
         self.peak_bytes = 0
         self._ops = ops
+        self._meter = meter
         self._seen: dict[tuple[Any, ...], tuple[int, list[tuple[int, ...]]]] = {}
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -106,17 +113,17 @@ class _Rehearsal:
     def _run(self, name: str, *args: Any, **options: Any) -> Any:
         arguments = (*args, *options.values())
         key = (name, *options, *map(_signature, arguments))
-        held_bytes, _ = tracemalloc.get_traced_memory()
+        held_bytes = self._meter.held_bytes
         if key in self._seen:
             needed_bytes, shapes = self._seen[key]
-            results = [np.zeros(shape, np.float32) for shape in shapes]
+            results = [self._meter.zeros(shape) for shape in shapes]
         else:
-            tracemalloc.reset_peak()
+            self._meter.reset_peak()
             returned = getattr(self._ops, name)(*args, **options)
-            needed_bytes = tracemalloc.get_traced_memory()[1] - held_bytes
+            needed_bytes = self._meter.peak_bytes - held_bytes
             results = list(returned) if isinstance(returned, tuple) else [returned]
             # Views cost nothing: they are made for real each time, lest they count twice.
-            if not _is_view(results, arguments):
+            if not any(self._meter.is_view(r, a) for r in results for a in arguments):
                 self._seen[key] = needed_bytes, [result.shape for result in results]
         self.peak_bytes = max(self.peak_bytes, held_bytes + needed_bytes)
         return tuple(results) if len(results) > 1 else results[0]
@@ -131,24 +138,6 @@ def _signature(argument: Any) -> Any:
     if isinstance(argument, Experts | Attention):
         return tuple(_signature(getattr(argument, part.name)) for part in fields(argument))
     return getattr(argument, "shape", argument)
-
-
-def _is_view(results: list[Any], arguments: tuple[Any, ...]) -> bool:
-    arrays = [a for a in arguments if isinstance(a, np.ndarray)]
-    return any(np.may_share_memory(r, a) for r in results for a in arrays)
-
-
-@contextmanager
-def _traced() -> Iterator[None]:
-    """Trace allocations; a tracer that is already running is left running."""
-    was_tracing = tracemalloc.is_tracing()
-    if not was_tracing:
-        tracemalloc.start()
-    try:
-        yield
-    finally:
-        if not was_tracing:
-            tracemalloc.stop()
 
 
 @contextmanager
@@ -170,13 +159,27 @@ def _dummy_kv_cache(model: Model, backend: EagerBackend, limits: RunnerLimits) -
             layer.spec = layer.storage = None
 
 
-def _dummy_batch(limits: RunnerLimits, num_tokens: int, num_rows: int) -> Batch:
+def _chunks_batch(limits: RunnerLimits, num_tokens: int, num_rows: int) -> Batch:
     """Requests of `_CHUNK` tokens, `num_tokens` in all; the first one has the longest context."""
     counts = np.full(cdiv(num_tokens, _CHUNK), _CHUNK, np.int32)
     counts[-1] = num_tokens - _CHUNK * (len(counts) - 1)
     seq_lens = counts.copy()
     seq_lens[0] = max(limits.max_model_len, counts[0])
-    num_blocks = cdiv(int(seq_lens[0]), limits.block_size)
+    return _dummy_batch(limits, counts, seq_lens, num_rows)
+
+
+def _single_tokens_batch(limits: RunnerLimits, num_reqs: int) -> Batch:
+    """Requests of one token each, all with the longest context."""
+    counts = np.ones(num_reqs, np.int32)
+    return _dummy_batch(limits, counts, counts * limits.max_model_len, num_reqs)
+
+
+def _dummy_batch(
+    limits: RunnerLimits, counts: IntArray, seq_lens: IntArray, num_rows: int
+) -> Batch:
+    """Requests with `counts` tokens each, that have `seq_lens` tokens then: all in one block."""
+    num_tokens = int(counts.sum())
+    num_blocks = cdiv(int(seq_lens.max()), limits.block_size)
     metadata = AttentionMetadata(
         block_table=np.full((len(counts), num_blocks), _BLOCK, np.int32),
         slot_mapping=np.full(num_tokens, -1, np.int64),

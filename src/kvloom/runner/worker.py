@@ -9,16 +9,19 @@ from kvloom.config import AUTO, EngineConfig, resolve_block_size
 from kvloom.errors import ConfigError
 from kvloom.kv.host_memory import read_available_host_bytes
 from kvloom.kv.memory import (
+    CudaMemory,
     HostMemory,
     MemoryBudget,
     MemoryUse,
     check_available_now,
     cpu_budget,
+    cuda_budget,
     explicit_budget,
 )
 from kvloom.kv.spec import KVCacheConfig, KVCacheSpec
 from kvloom.models.base import Model
 from kvloom.models.parallel import TensorParallelRank
+from kvloom.ops.backend import DeviceMemory
 from kvloom.ops.base import Communicator
 from kvloom.runner.backends import choose_backend
 from kvloom.runner.input_batch import RunnerLimits
@@ -53,6 +56,7 @@ class Worker:
         rank = TensorParallelRank(communicator.rank, communicator.world_size)
         choice = choose_backend(config, checkpoint, rank)
         self._backend = choice.backend
+        self._device_memory = choice.backend.read_device_memory()
         self._weights_dtype = choice.weights_dtype
         self.model: Model = choice.model
         limits = _resolve_limits(config, self.model.max_model_len)
@@ -78,6 +82,8 @@ class Worker:
         Raises:
             CapacityError: the memory asked for is not there now.
         """
+        if self._device_memory is not None:
+            return self._divide_device_memory(self._device_memory)
         now_bytes = _read_available_bytes(self._config)
         use = MemoryUse(self._weights_bytes, self._runner.profile_run(now_bytes))
         cache = self._config.cache
@@ -87,6 +93,19 @@ class Worker:
         budget = explicit_budget(cache.kv_cache_bytes, use)
         if now_bytes is not None:
             check_available_now(budget, host, "lower kv_cache_bytes or max_num_batched_tokens")
+        return budget
+
+    def _divide_device_memory(self, at_start: DeviceMemory) -> MemoryBudget:
+        now = self._backend.read_device_memory()
+        assert now is not None  # it told at the start
+        use = MemoryUse(self._weights_bytes, self._runner.profile_run(now.free_bytes))
+        cache = self._config.cache
+        if cache.kv_cache_bytes is None:
+            device = CudaMemory(at_start.total_bytes, at_start.total_bytes - at_start.free_bytes)
+            return cuda_budget(device, cache.memory_share, use)
+        budget = explicit_budget(cache.kv_cache_bytes, use)
+        memory = HostMemory(at_start.free_bytes, now.free_bytes)
+        check_available_now(budget, memory, "lower kv_cache_bytes or max_num_batched_tokens")
         return budget
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
@@ -151,7 +170,12 @@ def _resolve_limits(config: EngineConfig, model_max_len: int) -> RunnerLimits:
 
 
 def _read_available_bytes(config: EngineConfig) -> int | None:
-    """Not every system tells; then a given size is taken without a look at the machine."""
+    """Not every system tells; then a given size is taken without a look at the machine.
+
+    Nor is it looked at for another device.
+    """
+    if config.device.device != "cpu":
+        return None
     try:
         return read_available_host_bytes()
     except ConfigError:
