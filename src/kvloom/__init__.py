@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from kvloom import errors
     from kvloom.config import EngineConfig
     from kvloom.engine.async_llm import AsyncLLM
+    from kvloom.engine.beam_search import BeamSearchOutput, BeamSequence
     from kvloom.engine.llm import LLM
     from kvloom.engine.outputs import CompletionOutput, RequestOutput, TextDelta
     from kvloom.request import SamplingParams
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchOutput",
+    "BeamSequence",
     "CompletionOutput",
     "EngineConfig",
     "RequestOutput",
@@ -28,6 +31,8 @@ __all__ = [
 
 _HOMES = {
     "AsyncLLM": "kvloom.engine.async_llm",
+    "BeamSearchOutput": "kvloom.engine.beam_search",
+    "BeamSequence": "kvloom.engine.beam_search",
     "LLM": "kvloom.engine.llm",
     "CompletionOutput": "kvloom.engine.outputs",
     "EngineConfig": "kvloom.config",

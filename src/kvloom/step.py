@@ -67,7 +67,8 @@ class SchedulerOutput:
         num_common_prefix_blocks: per group, the leading blocks, full or not, that every running
             request holds; none where a first column is null.
         finished_req_ids: requests that ended since the last step; workers drop their state.
-        block_copies: (source, destination) block ids per copy, done before the forward pass.
+        block_copies: (source, destination) block ids per copy, made in this order, before the
+            forward pass.
         scheduled_encoder_inputs, free_encoder_mm_hashes, structured_output_request_ids,
         grammar_bitmask, kv_connector_metadata: empty until the features exist.
     """

@@ -249,6 +249,27 @@ def test_copies_happen_before_the_forward_pass_on_every_tensor(fakes):
     assert [len(c) for _, c in backend.copies] == [2, 2]
 
 
+@pytest.mark.parametrize(
+    ("copies", "expected"),
+    [
+        ([(1, 3), (2, 1)], [2, 2, 1, 4, 5]),  # the second writes what the first has read
+        ([(1, 3), (3, 4)], [1, 2, 1, 1, 5]),  # the second reads what the first has written
+        ([(1, 3), (2, 3), (3, 5)], [1, 2, 2, 4, 2]),
+    ],
+)
+def test_copies_are_made_in_order_where_layers_overlay_each_other(fakes, copies, expected):
+    backend = fakes.backend()
+    blocks = np.arange(40 * 4 * 2).reshape(40, 4, 2)
+    backend.view_kv = lambda *_: blocks  # of both groups
+    model = fakes.model(layers=("a", "b"))
+    runner = fakes.runner(
+        fakes.kv_config([(4, ["a"]), (4, ["b"])], is_overlaid=True), model, backend
+    )
+    before = blocks.copy()
+    run(runner, fakes.step(scheduled={}, copies=copies))
+    np.testing.assert_array_equal(blocks[1:6], before[expected])
+
+
 # --- under kvloom's scheduler -----------------------------------------------------------------
 
 

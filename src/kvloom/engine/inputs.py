@@ -37,11 +37,15 @@ class ModelLimits:
 
 
 class InputProcessor:
-    """Turns prompts and parameters into requests, or raises a RequestError naming the field."""
+    """Turns prompts and parameters into requests, or raises a RequestError naming the field.
+
+    Attributes:
+        limits: what requests are checked against.
+    """
 
     def __init__(self, tokenizer: Tokenizer, limits: ModelLimits, seed: int) -> None:
         self._tokenizer = tokenizer
-        self._limits = limits
+        self.limits = limits
         self._seed = seed
         self._num_prompts = 0
 
@@ -76,16 +80,16 @@ class InputProcessor:
             ids = ids[-params.truncate_prompt_tokens :]
         if not ids:
             raise RequestError("prompt", "empty; give at least one token")
-        vocab_size = self._limits.vocab_size
+        vocab_size = self.limits.vocab_size
         for token_id in ids:
             if not 0 <= token_id < vocab_size:
                 raise RequestError("prompt", f"token id {token_id} is not within [0, {vocab_size})")
-        room = self._limits.max_model_len - len(ids)
+        room = self.limits.max_model_len - len(ids)
         if room < max(params.max_tokens or 1, params.min_tokens):
             raise RequestError(
                 "prompt" if params.max_tokens is None or room <= 0 else "max_tokens",
                 f"{len(ids)} prompt tokens and {max(params.max_tokens or 1, params.min_tokens)} "
-                f"output tokens do not fit max_model_len {self._limits.max_model_len}; "
+                f"output tokens do not fit max_model_len {self.limits.max_model_len}; "
                 "shorten the prompt or ask for fewer tokens",
             )
         for name, given in (
@@ -116,7 +120,7 @@ class InputProcessor:
         self._num_prompts += 1
         given = {f.name: getattr(params, f.name) for f in fields(SamplingParams)}
         given["max_tokens"] = params.max_tokens or (
-            self._limits.max_model_len - len(prompt.token_ids)
+            self.limits.max_model_len - len(prompt.token_ids)
         )
         bad_words = self._bad_words_token_ids(params.bad_words)
         requests = []
@@ -126,7 +130,7 @@ class InputProcessor:
                 given["prompt_logprobs"] = None  # they are the same for every choice
             resolved = ResolvedSamplingParams(
                 **given,
-                eos_token_ids=self._limits.eos_token_ids,
+                eos_token_ids=self.limits.eos_token_ids,
                 bad_words_token_ids=bad_words,
             )
             requests.append(Request(req_id, prompt.token_ids, resolved, cache_salt, priority))
@@ -141,7 +145,7 @@ class InputProcessor:
             for text in (word, " " + word.lstrip()):
                 ids = tuple(self._tokenizer.encode(text, add_special_tokens=False))
                 # A tokenizer may know tokens that the model has no row for: those are never drawn.
-                if ids and max(ids) < self._limits.vocab_size:
+                if ids and max(ids) < self.limits.vocab_size:
                     sequences[ids] = None
         return tuple(sequences)
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from kvloom.config import EngineConfig
+from kvloom.engine.beam_search import BeamOptions, BeamSearch, BeamSearchOutput
 from kvloom.engine.inputs import (
     Message,
     Params,
@@ -27,6 +29,14 @@ from kvloom.engine.progress import progress_bar
 from kvloom.engine.stats import EngineStats
 from kvloom.errors import ConfigError
 from kvloom.request import Request, SamplingParams
+from kvloom.step import RequestEvent
+
+
+class _EventTaker(Protocol):
+    """Whoever hears of a request."""
+
+    def push(self, event: RequestEvent) -> str | None:
+        """Take an event; the stop string that ends the request, or None."""
 
 
 class LLM:
@@ -49,7 +59,7 @@ class LLM:
         engine = load_engine(self.config)
         self.tokenizer, self._core, self._inputs = engine.tokenizer, engine.core, engine.inputs
         self._ids = itertools.count()
-        self._running: dict[str, Generation] = {}
+        self._running: dict[str, _EventTaker] = {}
         # Threads may share an LLM: whoever steps, steps for all.
         self._lock = threading.RLock()
 
@@ -119,6 +129,49 @@ class LLM:
             prepared = self._inputs.prepare(cast("Prompt", prompt), one)
         return self._deltas(prepared, self._make_requests(prepared, one, priority))
 
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        width: int,
+        max_tokens: int,
+        length_penalty: float = 1.0,
+        *,
+        ignore_eos: bool = False,
+    ) -> list[BeamSearchOutput]:
+        """Find the `width` likeliest continuations of each prompt, as transformers' beam search.
+
+        Beams share the blocks of what they have in common. As many prompts are searched at once as
+        `max_num_seqs` has room for their beams.
+
+        Args:
+            prompts: one prompt or a list of them (texts or token ids).
+            width: beams that go on at each step, and sequences returned per prompt.
+            max_tokens: the most tokens of a sequence.
+            length_penalty: the power of a sequence's length that its log-probability is divided by.
+            ignore_eos: whether to go on behind end-of-sequence tokens.
+
+        Raises:
+            RequestError: a prompt or an option is not valid; nothing has run.
+        """
+        options = BeamOptions(width, max_tokens, length_penalty, ignore_eos)
+        searches = [
+            BeamSearch(self._inputs, self.tokenizer, prompt, options)
+            for prompt in as_prompts(prompts)
+        ]
+        num_at_once = max(self.config.scheduler.max_num_seqs // width, 1)
+        waiting, running = deque(searches), list[BeamSearch]()
+        try:
+            while waiting or running:
+                while waiting and len(running) < num_at_once:
+                    running.append(waiting.popleft())
+                    self._add_beams(running[-1], running[-1].start(self._next_id))
+                self._step_beams(running)
+                running = [search for search in running if not search.is_finished]
+        finally:
+            for search in running:
+                self._drop_beams(search.req_ids)
+        return [search.output for search in searches]
+
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes.
 
@@ -173,7 +226,7 @@ class LLM:
     def _make_requests(
         self, prompt: PreparedPrompt, params: SamplingParams, priority: int
     ) -> list[Request]:
-        req_ids = [str(next(self._ids)) for _ in range(params.n)]
+        req_ids = [self._next_id() for _ in range(params.n)]
         return self._inputs.make_requests(req_ids, prompt, params, priority=priority)
 
     def _submit(self, generation: Generation, requests: list[Request]) -> None:
@@ -192,6 +245,32 @@ class LLM:
                 stop_string = generation.push(event)
                 if stop_string is not None:
                     self._core.stop(event.req_id, stop_string)
+
+    def _step_beams(self, searches: Sequence[BeamSearch]) -> None:
+        """Run one step, and let the beams branch that have had theirs before they get another."""
+        with self._lock:
+            self._step()
+            with deferred_interrupt():
+                for search in searches:
+                    old_req_ids = search.req_ids
+                    if requests := search.branch(self._next_id):
+                        self._add_beams(search, requests)
+                    if requests or search.is_finished:
+                        self._drop_beams(old_req_ids)
+
+    def _add_beams(self, search: BeamSearch, requests: list[Request]) -> None:
+        with self._lock:
+            self._running.update(dict.fromkeys(search.req_ids, search))
+            self._core.add_requests(requests)
+
+    def _drop_beams(self, req_ids: Sequence[str]) -> None:
+        with self._lock:
+            self._core.abort(req_ids)
+            for req_id in req_ids:
+                self._running.pop(req_id, None)
+
+    def _next_id(self) -> str:
+        return str(next(self._ids))
 
     def _release(self, generations: Sequence[Generation]) -> None:
         """Forget generations; what still runs (an interrupt, a closed stream) is aborted."""

@@ -7,7 +7,7 @@ Run:        execute_model (with _build_attention_metadata), then sample_tokens
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -224,9 +224,9 @@ class ModelRunner:
     def execute_model(self, output: SchedulerOutput) -> StepHandle:
         """Apply the step's diffs and run the model over its tokens."""
         self._batch.update(output)
-        if output.block_copies:
+        for copies in _repeatable(output.block_copies):
             for storage in self._storages.values():
-                self._backend.copy_blocks(storage, output.block_copies)
+                self._backend.copy_blocks(storage, copies)
         if not output.num_scheduled_tokens:
             return StepHandle()
         drafts = output.scheduled_spec_decode_tokens
@@ -314,6 +314,23 @@ class ModelRunner:
             )
             for group, block_size in enumerate(self._batch.block_sizes)
         ]
+
+
+def _repeatable(copies: list[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+    """Cut copies, which are made in order, before each that writes what one of its part has read.
+
+    Layers may overlay each other: then a part is done several times over the same bytes.
+    """
+    part: list[tuple[int, int]] = []
+    read: set[int] = set()
+    for source, destination in copies:
+        if destination in read:
+            yield part
+            part, read = [], set()
+        part.append((source, destination))
+        read.add(source)
+    if part:
+        yield part
 
 
 def _unscored_prompt_tokens(inputs: StepInputs) -> list[PromptTokens]:
