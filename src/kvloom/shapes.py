@@ -83,7 +83,7 @@ class ShapeConfig:
         """Whether steps on the device are padded."""
         if self.has_static_shapes != AUTO:
             return self.has_static_shapes
-        return _compiles_shapes(device) or any(getattr(self, name) != AUTO for name in _OPTIONS)
+        return compiles_shapes(device) or any(getattr(self, name) != AUTO for name in _OPTIONS)
 
     def resolve(self, device: str, bounds: StepBounds) -> ShapeBuckets:
         """The buckets that steps within the bounds need, or that bound them further."""
@@ -137,7 +137,7 @@ def declare_buckets(device: str, bounds: StepBounds) -> ShapeBuckets:
     bucket is several times as large as the one before. On Trainium a step of single tokens has as
     many tokens as requests, and others have 128 or more.
     """
-    if _compiles_shapes(device):
+    if compiles_shapes(device):
         num_reqs = _ladder(1, bounds.num_reqs, 2)
         single = [n for n in num_reqs if n < min(128, bounds.num_tokens)]
         segments = [n for n in _TRAINIUM_SEGMENTS if n <= bounds.num_tokens]
@@ -155,7 +155,8 @@ def declare_buckets(device: str, bounds: StepBounds) -> ShapeBuckets:
     )
 
 
-def _compiles_shapes(device: str) -> bool:
+def compiles_shapes(device: str) -> bool:
+    """Whether a device runs one program per shape: Trainium, by the name of a chip or of torch."""
     return device == "neuron" or device.startswith("trn")
 
 

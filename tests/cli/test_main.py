@@ -209,6 +209,23 @@ def test_the_figures_say_when_there_is_no_prefix_cache(
     assert "from the prefix cache" not in message
 
 
+def test_static_shapes_change_figures_and_no_text(capsys: pytest.CaptureFixture[str], tiny: str):
+    """The prompt takes a step of 64, the two tokens behind it one of 1 each."""
+    args = ["generate", "abc", "--model", tiny, "--max-tokens", "3", "--ignore-eos"]
+    assert main(args) == 0
+    plain = capsys.readouterr()
+    assert "static" not in plain.err
+    buckets = ["--num-batched-tokens-buckets", "1,4,64", "--num-seqs-buckets", "1,8"]
+    assert main([*args, *buckets, "--static-shapes", "--context-len-buckets", "32,128"]) == 0
+    padded = capsys.readouterr()
+    assert padded.out == plain.out
+    [num_prompt] = re.findall(r"of (\d+) prompt tokens", padded.err)
+    figures = f"static shapes: {64 - int(num_prompt)} of 66 tokens computed are padding"
+    assert figures in padded.err
+    assert main([*args, "--num-seqs-buckets", "8,1"]) == 1
+    assert_one_line(capsys.readouterr().err, "give positive numbers that ascend")
+
+
 def test_drafts_change_figures_and_no_text(capsys: pytest.CaptureFixture[str], tiny: str):
     args = ["generate", "abcabcabc", "--model", tiny, "--max-tokens", "40", "--ignore-eos"]
     assert main(args) == 0

@@ -47,6 +47,21 @@ def test_trainium2_worked_numbers(capsys, kv_dtype, num_requests):
     assert planned["kv_bytes_per_token"] == 40_960 * 10 // num_requests
 
 
+def test_trainium_pads_steps_to_declared_shapes(capsys):
+    """NEURON.md section 7; the defaults are 64 requests and 2,048 tokens."""
+    args = (LLAMA_70B, "--tp", "16", "--max-model-len", "16384", "--device")
+    text = plan(capsys, *args, "trn2")
+    assert re.search(r"token counts +12  1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048\n", text)
+    assert re.search(r"requests +7  1, 2, 4, 8, 16, 32, 64\n", text)
+    assert re.search(r"context lengths +2  2048, 16384\n", text)
+    assert re.search(r"prefill segment +2048  ", text)
+    buckets = plan_json(capsys, *args, "trn3")["buckets"]
+    assert buckets["num_reqs"] == [1, 2, 4, 8, 16, 32, 64]
+    args = (LLAMA_70B, "--tp", "16", "--max-model-len", "16384", "--device", "h200")
+    assert "Step shapes" not in plan(capsys, *args)
+    assert plan_json(capsys, *args)["buckets"] is None
+
+
 def test_plan_offers_the_catalogue():
     assert ("cpu", "cuda", *(name for name in DEVICES if name != "cpu")) == PLAN_DEVICES
 

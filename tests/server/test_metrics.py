@@ -105,6 +105,19 @@ def test_drafts_are_counted_and_change_no_answer(tiny_folder: Path) -> None:
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
 
 
+def test_padding_is_counted_and_changes_no_answer(tiny_folder: Path) -> None:
+    """Steps of 8: the prompt's first 8 tokens, its last one, and four of the tokens generated."""
+    body = {"prompt": [1, 2, 3, 4, 5, 6, 7, 8, 9], "max_tokens": 5, "temperature": 0}
+    texts = []
+    for shapes in ({}, {"num_batched_tokens_buckets": (8,)}):
+        with run_server({"model": str(tiny_folder), **TINY_OPTIONS, **shapes}) as live:
+            answer = live.post("/v1/completions", {**body, "ignore_eos": True}).json()
+            texts.append(answer["choices"][0]["text"])
+            padding = value(read(live), "padding_tokens_total")
+            assert padding == (5 * 7 if shapes else 0)
+    assert texts[0] == texts[1]
+
+
 def output(*new: NewRequestData) -> SchedulerOutput:
     return SchedulerOutput(
         list(new), CachedRequestData(), {}, 0, {}, {}, [0], set(), [], {}, None, None, []

@@ -193,6 +193,10 @@ def _print_figures(llm: LLM, timing: _Timing, ready: float) -> None:
     drafts = llm.stats.scheduler
     if llm.config.speculative.num_draft_tokens:
         lines.append(f"drafts: {drafts.num_accepted_tokens} of {drafts.num_draft_tokens} accepted")
+    if llm.config.shapes.is_static(llm.config.device.device):
+        steps = llm.stats.steps
+        num_padding, num_padded = steps.num_padding_tokens, steps.num_padded_tokens
+        lines.append(f"static shapes: {num_padding} of {num_padded} tokens computed are padding")
     sys.stderr.write("\n" + "\n".join(lines) + "\n")
 
 

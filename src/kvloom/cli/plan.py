@@ -21,6 +21,7 @@ from kvloom.config import (
     resolve_block_size,
 )
 from kvloom.errors import ConfigError
+from kvloom.shapes import ShapeBuckets, StepBounds, compiles_shapes, declare_buckets
 
 if TYPE_CHECKING:
     from kvloom.cli.plan_budget import MemorySource
@@ -74,6 +75,7 @@ class Planned:
         title: the model reference and its family.
         specs: one worker's layers; all workers have the like.
         request: what was asked, with the memory budget of each worker.
+        buckets: the sizes that the device pads steps to; None where it takes any.
     """
 
     title: str
@@ -81,6 +83,7 @@ class Planned:
     specs: Mapping[str, KVCacheSpec]
     request: PlanRequest
     plan: KVCachePlan
+    buckets: ShapeBuckets | None
 
     @property
     def weights_bytes(self) -> int:
@@ -325,4 +328,9 @@ def make_plan(config: EngineConfig, source: MemorySource, layout: Layout = "kvlo
     )
     plan = plan_kv_cache(request, specs, [budget.kv_bytes for budget in budgets])
     title = f"{config.model.model} ({files.config['model_type']})"
-    return Planned(title, dtypes, specs[0], request, plan)
+    steps = config.scheduler
+    bounds = StepBounds(
+        steps.max_num_batched_tokens, steps.max_num_seqs, context_len=plan.max_model_len
+    )
+    buckets = declare_buckets(source.device, bounds) if compiles_shapes(source.device) else None
+    return Planned(title, dtypes, specs[0], request, plan, buckets)

@@ -11,6 +11,7 @@ from kvloom.config import AUTO
 from kvloom.dtypes import DType
 from kvloom.kv.memory import format_bytes
 from kvloom.kv.spec import KVLimits
+from kvloom.shapes import ShapeBuckets
 
 if TYPE_CHECKING:
     from kvloom.cli.plan import Planned
@@ -30,6 +31,7 @@ def as_json(planned: Planned) -> str:
         "max_concurrency": plan.max_concurrency,
         "padding_percent": plan.padding_percent,
         "weights_bytes": planned.weights_bytes,
+        "buckets": None if planned.buckets is None else asdict(planned.buckets),
         "kv_bytes_per_token": plan.kv_bytes_per_token,
         "workers": [asdict(config) for config in plan.configs],
     }
@@ -54,6 +56,10 @@ def as_text(planned: Planned) -> str:
         "Pool": _pool_rows(planned.plan),
         "Requests": _request_rows(planned),
     }
+    if planned.buckets is not None:
+        sections["Step shapes (the device compiles one program for each)"] = _shape_rows(
+            planned.buckets
+        )
     rows = [row for section in sections.values() for row in section]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     tables = (f"\n{title}\n{_table(section, widths)}" for title, section in sections.items())
@@ -69,6 +75,19 @@ def _table(rows: list[Row], widths: list[int]) -> str:
         for label, number, note in rows
     )
     return "".join(f"{line}\n" for line in lines)
+
+
+def _shape_rows(buckets: ShapeBuckets) -> list[Row]:
+    """What steps are padded to."""
+    lists = {
+        "token counts": buckets.num_tokens,
+        "requests": buckets.num_reqs,
+        "context lengths": buckets.context_lens,
+    }
+    return [
+        *((name, str(len(sizes)), ", ".join(map(str, sizes))) for name, sizes in lists.items()),
+        ("prefill segment", str(buckets.prefill_segment), "tokens of one request in a step"),
+    ]
 
 
 def _layer_rows(planned: Planned) -> list[Row]:

@@ -18,8 +18,8 @@ class StepTimes:
     """Sums over all steps.
 
     Attributes:
-        num_scheduled_tokens: those of requests; num_padded_tokens: with the padding that static
-            shapes add.
+        num_scheduled_tokens: tokens of requests.
+        num_padded_tokens: the same with the padding that static shapes add.
         device_seconds: the part of `seconds` that the forward pass and sampling took.
     """
 
@@ -28,6 +28,11 @@ class StepTimes:
     num_padded_tokens: int = 0
     seconds: float = 0.0
     device_seconds: float = 0.0
+
+    @property
+    def num_padding_tokens(self) -> int:
+        """Tokens that were computed for nobody."""
+        return self.num_padded_tokens - self.num_scheduled_tokens
 
 
 @dataclass(frozen=True, slots=True)

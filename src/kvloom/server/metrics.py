@@ -31,6 +31,7 @@ _COUNTED_ELSEWHERE = (
     "prefix_hit_tokens_total",
     "draft_tokens_total",
     "accepted_draft_tokens_total",
+    "padding_tokens_total",
 )
 
 
@@ -62,6 +63,7 @@ METRICS = (
     Metric("generated_tokens_total", Counter, "tokens generated"),
     Metric("draft_tokens_total", Counter, "drafts that were computed"),
     Metric("accepted_draft_tokens_total", Counter, "drafts that became tokens"),
+    Metric("padding_tokens_total", Counter, "tokens that static shapes added to steps"),
     Metric("requests_finished_total", Counter, "choices that ended", ("reason",)),
     Metric(
         "preemptions_total",
@@ -147,6 +149,7 @@ class EngineMetrics:
         self._count_up("prefix_hit_tokens_total", cache.num_hit_tokens)
         self._count_up("draft_tokens_total", scheduler.num_draft_tokens)
         self._count_up("accepted_draft_tokens_total", scheduler.num_accepted_tokens)
+        self._count_up("padding_tokens_total", core.stats.steps.num_padding_tokens)
         used: list[set[int]] = [set() for _ in self.tracker.group_block_sizes]
         for tables in block_tables(core, self._clocks).values():
             for held, table in zip(used, tables, strict=True):
