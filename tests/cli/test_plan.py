@@ -77,6 +77,7 @@ def test_json_has_the_promised_keys(capsys):
         "max_concurrency",
         "padding_percent",
         "weights_bytes",
+        "buckets",
         "kv_bytes_per_token",
         "workers",
     ]
