@@ -223,6 +223,14 @@ def test_int8_attention_is_near_the_textbook_formula() -> None:
     assert np.abs(out - dense_attention(q, k, v, Attention(1.0))).max() < 0.15
 
 
+def test_int8_latent_rows_are_keys_and_values() -> None:
+    q, row, _ = random_qkv(20, (2, 1), (64, 64))
+    cache = Cache(8, MLAAttentionSpec, head_size=64, head_size_v=32, dtype=DType.INT8)
+    ops, *rows = cache.begin([Piece(0, q, row, row)])
+    out = ops.latent_attention(cache.layer, rows[0], rows[1], Attention(0.5), 32)
+    assert np.abs(out - dense_attention(q, row, row[..., :32], Attention(0.5))).max() < 0.15
+
+
 def one(position: int) -> slice:
     return slice(position, position + 1)
 
