@@ -19,6 +19,7 @@ from report import print_row
 from kvloom.cli.bench_profile import StepMeter, count_work_of
 from kvloom.config import DEFAULT_MODEL, EngineConfig
 from kvloom.engine.core import EngineCore
+from kvloom.engine.loading import load_engine
 from kvloom.request import Request, ResolvedSamplingParams
 from kvloom.simulate.profile import Profile
 from kvloom.simulate.replica import RequestRecord
@@ -34,8 +35,6 @@ from kvloom.simulate.trace import (
     generate,
     read_trace,
 )
-from kvloom.weights.checkpoint import open_checkpoint
-from kvloom.weights.source import resolve_model
 
 AZURE = Path(__file__).parents[2] / "shared" / "traces" / "azure_conv_2023.csv"
 MAX_BANDWIDTH_MOVE = 0.10
@@ -120,7 +119,7 @@ def main() -> None:
     parser.add_argument("--model", default=DEFAULT_MODEL)
     args = parser.parse_args()
     config = EngineConfig.from_options({"model": args.model, **OPTIONS})
-    core = EngineCore(config, open_checkpoint(resolve_model(args.model)))
+    core = load_engine(config).core
     truth = Truth(core, config)
     for name in args.workload or WORKLOADS:
         truth.compare(name, args.rounds)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kvloom.engine.llm import LLM
     from kvloom.engine.outputs import CompletionOutput, RequestOutput, TextDelta
     from kvloom.request import SamplingParams
+    from kvloom.structured_outputs import StructuredOutputs
 
 __all__ = [
     "LLM",
@@ -25,6 +26,7 @@ __all__ = [
     "EngineConfig",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputs",
     "TextDelta",
     "errors",
 ]
@@ -38,6 +40,7 @@ _HOMES = {
     "EngineConfig": "kvloom.config",
     "RequestOutput": "kvloom.engine.outputs",
     "SamplingParams": "kvloom.request",
+    "StructuredOutputs": "kvloom.structured_outputs",
     "TextDelta": "kvloom.engine.outputs",
 }
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from kvloom.errors import RequestError
+from kvloom.structured_outputs import StructuredOutputs
 
 MAX_LOGPROBS = 50
 MAX_PRIORITY = 2**31 - 1  # in both directions
@@ -47,6 +48,10 @@ class SamplingParams:
         skip_special_tokens: leave special tokens out of the text.
         spaces_between_special_tokens: put a space between special tokens that are kept.
         truncate_prompt_tokens: keep only this many last tokens of the prompt.
+        structured_outputs: what the text must be. It ends, with "stop", as soon as nothing can
+            follow; where the text may end or go on, an end-of-sequence token ends it. Stop strings,
+            stop tokens and max_tokens end it even before it is complete. Special tokens, and
+            end-of-sequence tokens before the end, are not generated.
     """
 
     n: int = 1
@@ -71,6 +76,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         for name in ("stop", "bad_words"):
@@ -94,6 +100,23 @@ class SamplingParams:
                     raise RequestError(name, "an empty string matches everywhere; leave it out")
                 check_unicode(name, word)
         _check_logit_bias(self.logit_bias)
+        self._check_structured_outputs()
+
+    def _check_structured_outputs(self) -> None:
+        structured = self.structured_outputs
+        if structured is None:
+            return
+        if not isinstance(structured, StructuredOutputs):
+            raise RequestError("structured_outputs", "give StructuredOutputs(...)")
+        if self.ignore_eos:
+            raise RequestError(
+                "ignore_eos", "structured_outputs say where the text ends; leave it out"
+            )
+        if self.min_tokens:
+            raise RequestError(
+                "min_tokens",
+                "structured_outputs say how long the text is: with minLength, minItems, {n,}, ...",
+            )
 
     @property
     def is_greedy(self) -> bool:
@@ -211,6 +234,7 @@ class ResolvedSamplingParams(SamplingParams):
 class RequestStatus(enum.Enum):
     """Where a request is in its life. Only the scheduler changes it."""
 
+    WAITING_FOR_GRAMMAR = "waiting for its grammar"
     WAITING = "waiting"
     RUNNING = "running"
     PREEMPTED = "preempted"

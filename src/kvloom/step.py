@@ -69,8 +69,11 @@ class SchedulerOutput:
         finished_req_ids: requests that ended since the last step; workers drop their state.
         block_copies: (source, destination) block ids per copy, made in this order, before the
             forward pass.
-        scheduled_encoder_inputs, free_encoder_mm_hashes, structured_output_request_ids,
-        grammar_bitmask, kv_connector_metadata: empty until the features exist.
+        structured_output_request_ids: requests that sample by a grammar, with their `rows` in the
+            step's TokenMask.
+        grammar_bitmask: None: that mask is made while the step runs, and given to `sample_tokens`.
+        scheduled_encoder_inputs, free_encoder_mm_hashes, kv_connector_metadata: empty until the
+            features exist.
     """
 
     scheduled_new_reqs: list[NewRequestData]

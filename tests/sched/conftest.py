@@ -15,6 +15,7 @@ from kvloom.kv.manager import KVCacheManager
 from kvloom.kv.spec import KVLimits
 from kvloom.request import Request, ResolvedSamplingParams
 from kvloom.sched.drafts import DraftProposer, Speculation
+from kvloom.sched.grammars import Grammars
 from kvloom.sched.scheduler import Scheduler
 from kvloom.step import ModelRunnerOutput, RequestEvent, SchedulerOutput
 from visibility import Kind, cache_of
@@ -86,6 +87,7 @@ def setup() -> Callable[..., Setup]:
         has_prefix_cache: bool = True,
         kinds: Sequence[Kind] = (),
         speculation: tuple[DraftProposer, int] | None = None,
+        grammars: Grammars | None = None,
         **options,
     ) -> Setup:
         config = SchedulerConfig(**options)
@@ -94,7 +96,7 @@ def setup() -> Callable[..., Setup]:
         events = EventLog(capacity=10_000)
         manager = KVCacheManager(cache, limits, has_prefix_cache, events)
         drafts = None if speculation is None else Speculation(*speculation, max_model_len)
-        scheduler = Scheduler(config, manager, max_model_len, events, drafts)
+        scheduler = Scheduler(config, manager, max_model_len, events, drafts, grammars)
         return Setup(scheduler, manager, events)
 
     return make

@@ -28,7 +28,11 @@ def check(output, *, prompt=(1, 1), max_model_len=100, **params) -> Stop | None:
         ([5, S], {"stop_token_ids": [S]}, Stop(RequestStatus.FINISHED_STOP, S)),
         ([5, S], {}, None),
         # An ignored EOS that the user names is a stop token like any other.
-        ([EOS], {"ignore_eos": True, "stop_token_ids": [EOS]}, (RequestStatus.FINISHED_STOP, EOS)),
+        (
+            [EOS],
+            {"ignore_eos": True, "stop_token_ids": [EOS]},
+            Stop(RequestStatus.FINISHED_STOP, EOS),
+        ),
         ([EOS], {"stop_token_ids": [EOS]}, STOP),
         ([5, 5, 5], {"max_tokens": 3}, LENGTH),
         ([5, 5], {"max_tokens": 3}, None),

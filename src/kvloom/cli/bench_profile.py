@@ -14,6 +14,7 @@ from statistics import fmean, median
 from kvloom.cli.plan_model import read_model, resolve_dtypes
 from kvloom.config import EngineConfig, resolve_block_size
 from kvloom.engine.core import EngineCore
+from kvloom.engine.loading import load_engine
 from kvloom.errors import CapacityError
 from kvloom.kv.spec import cdiv
 from kvloom.request import Request, ResolvedSamplingParams
@@ -27,8 +28,6 @@ from kvloom.simulate.profile import (
 from kvloom.simulate.report import align, format_seconds
 from kvloom.simulate.setup import ModelSource, build_ranks
 from kvloom.simulate.work import Chunk, ModelWork
-from kvloom.weights.checkpoint import open_checkpoint
-from kvloom.weights.source import resolve_model
 
 _NUM_SHORT = 16  # tokens of a prompt whose context is next to nothing
 _NUM_DECODE_STEPS = 8
@@ -44,7 +43,7 @@ def measure_profile(config: EngineConfig, num_rounds: int) -> Profile:
     Raises:
         CapacityError, ConfigError, ModelError: with the remedy.
     """
-    core = EngineCore(config, open_checkpoint(resolve_model(config.model.model)))
+    core = load_engine(config).core
     try:
         meter = StepMeter(core)
         meter.warm_up()

@@ -226,6 +226,7 @@ class AsyncLLM:
             self._is_closed = True
             self._engine.shutdown()
             self._core.shutdown()
+            self._inputs.shutdown()
 
     async def _collect(self, submission: Submission) -> RequestOutput:
         stream = self.submit(submission)

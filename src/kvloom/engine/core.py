@@ -19,6 +19,7 @@ from kvloom.kv.planner import KVCachePlan, PlanRequest, plan_kv_cache
 from kvloom.kv.spec import KVLimits
 from kvloom.request import Request, RequestStatus
 from kvloom.runner.executor import InProcessExecutor
+from kvloom.sampling.structured import GrammarStates
 from kvloom.sched.drafts import make_speculation
 from kvloom.sched.scheduler import Scheduler
 from kvloom.step import RequestEvent, SchedulerOutput
@@ -26,7 +27,11 @@ from kvloom.step import RequestEvent, SchedulerOutput
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from kvloom.tokenizer import Tokenizer
     from kvloom.weights.checkpoint import Checkpoint
+
+# Whoever drives the engine can ask something of it so often while all requests wait for grammars.
+_MAX_GRAMMAR_WAIT_SECONDS = 0.02
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +57,12 @@ class EngineCore:
         self,
         config: EngineConfig,
         checkpoint: Checkpoint,
+        tokenizer: Tokenizer,
         observer: EngineObserver | None = None,
     ) -> None:
         """Load the model, plan the cache and allocate it; `observer` is told what happens then.
+
+        `tokenizer` is for structured outputs alone: token ids go in and out.
 
         Raises:
             ConfigError, ModelError, CapacityError: with the remedy.
@@ -78,12 +86,13 @@ class EngineCore:
         self.manager = KVCacheManager(
             self.plan.configs[0], limits, has_prefix_cache=config.cache.has_prefix_cache, events=log
         )
+        self._grammars = GrammarStates(tokenizer, self.executor.vocab_size)
         speculation = make_speculation(config.speculative, self.max_model_len)
         self.scheduler = Scheduler(
-            config.scheduler, self.manager, self.max_model_len, log, speculation
+            config.scheduler, self.manager, self.max_model_len, log, speculation, self._grammars
         )
         is_async = config.scheduler.has_async_stepping
-        self._device = Device(self.executor, has_thread=is_async)
+        self._device = Device(self.executor, self._grammars.token_mask, has_thread=is_async)
         self._max_num_in_flight = 2 if is_async else 1
         self._in_flight: deque[_StepInFlight] = deque()
         self._last_end = 0.0  # of a step
@@ -162,6 +171,8 @@ class EngineCore:
         Whatever cuts the step short ends its requests with "error", so that nothing is read that
         was never computed, and is raised again.
         """
+        if self.scheduler.waits_for_grammars:
+            self._grammars.wait(_MAX_GRAMMAR_WAIT_SECONDS)
         while len(self._in_flight) < self._max_num_in_flight:
             start = time.perf_counter()
             output = self.scheduler.schedule()
@@ -220,5 +231,6 @@ class EngineCore:
 
     def shutdown(self) -> None:
         """Stop the threads."""
+        self._grammars.shutdown()
         self._device.shutdown()
         self.executor.shutdown()

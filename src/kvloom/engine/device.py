@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvloom.runner.executor import InProcessExecutor
-from kvloom.step import ModelRunnerOutput, SchedulerOutput
+from kvloom.step import ModelRunnerOutput, SchedulerOutput, TokenMask
+
+MakeTokenMask = Callable[[SchedulerOutput], TokenMask | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +30,12 @@ class DeviceResult:
 class Device:
     """Steps in, results out. A step that fails takes along those that were begun after it."""
 
-    def __init__(self, executor: InProcessExecutor, has_thread: bool) -> None:
+    def __init__(
+        self, executor: InProcessExecutor, make_token_mask: MakeTokenMask, has_thread: bool
+    ) -> None:
+        """`make_token_mask` is called for each step once its forward pass has started."""
         self._executor = executor
+        self._make_token_mask = make_token_mask
         self._thread = ThreadPoolExecutor(1, "kvloom-device") if has_thread else None
         self._era = object()  # another one after each failure
 
@@ -53,7 +59,7 @@ class Device:
         start = time.perf_counter()
         try:
             handle = self._executor.execute_model(output)
-            result = self._executor.sample_tokens(handle, output.grammar_bitmask)
+            result = self._executor.sample_tokens(handle, self._make_token_mask(output))
         except BaseException:
             if era is self._era:
                 self.cancel()

@@ -11,6 +11,7 @@ import numpy as np
 
 from kvloom.errors import ConfigError, RequestError
 from kvloom.request import Request, ResolvedSamplingParams, SamplingParams, check_priority
+from kvloom.sampling.grammar_checker import GrammarChecker
 from kvloom.sampling.sampler import derive_seed
 from kvloom.tokenizer import ChatOptions, Tokenizer
 
@@ -48,6 +49,7 @@ class InputProcessor:
         self.limits = limits
         self._seed = seed
         self._num_prompts = 0
+        self._grammars = GrammarChecker()
 
     def prepare_chat(
         self,
@@ -76,6 +78,7 @@ class InputProcessor:
         return self._check(None, [_as_token_id(token_id) for token_id in prompt], params)
 
     def _check(self, text: str | None, ids: list[int], params: SamplingParams) -> PreparedPrompt:
+        self._check_grammar(params)
         if params.truncate_prompt_tokens is not None:
             ids = ids[-params.truncate_prompt_tokens :]
         if not ids:
@@ -100,6 +103,15 @@ class InputProcessor:
                 if not 0 <= token_id < vocab_size:
                     raise RequestError(name, f"token id {token_id} is not within [0, {vocab_size})")
         return PreparedPrompt(text, ids)
+
+    def _check_grammar(self, params: SamplingParams) -> None:
+        if params.structured_outputs is None:
+            return
+        if not self.limits.eos_token_ids:
+            raise RequestError(
+                "structured_outputs", "the model has no end-of-sequence token to end a text with"
+            )
+        self._grammars.check(params.structured_outputs)
 
     def make_requests(
         self,
@@ -148,6 +160,10 @@ class InputProcessor:
                 if ids and max(ids) < self.limits.vocab_size:
                     sequences[ids] = None
         return tuple(sequences)
+
+    def shutdown(self) -> None:
+        """End the process that checks grammars."""
+        self._grammars.close()
 
 
 def is_chat(prompt: object) -> bool:

@@ -182,7 +182,8 @@ class LLM:
             raise ConfigError("requests still hold blocks; finish or close their streams first")
 
     def shutdown(self) -> None:
-        """Stop the ranks' threads; memory goes with the last reference to this object."""
+        """Stop threads and processes; memory goes with the last reference to this object."""
+        self._inputs.shutdown()
         self._core.shutdown()
 
     def _run(

@@ -46,6 +46,6 @@ def load_engine(config: EngineConfig, observer: EngineObserver | None = None) ->
     """
     checkpoint = open_checkpoint(resolve_model(config.model.model))
     tokenizer = load_tokenizer(checkpoint)
-    core = EngineCore(config, checkpoint, observer)
+    core = EngineCore(config, checkpoint, tokenizer, observer)
     limits = ModelLimits(core.max_model_len, core.executor.vocab_size, tokenizer.eos_token_ids)
     return LoadedEngine(core, tokenizer, InputProcessor(tokenizer, limits, config.model.seed))

@@ -56,7 +56,7 @@ _REASONS = {
     1: _BAD_LOGITS.format("NaN"),
     2: _BAD_LOGITS.format("only -inf"),
     3: _BAD_LOGITS.format("+inf"),
-    4: "logit_bias, bad_words and min_tokens leave no token; relax them",
+    4: "logit_bias, bad_words, min_tokens and the grammar leave no token; relax them",
 }
 
 # Encoded requests that are kept; beyond it, all go, and running ones are encoded again.

@@ -134,7 +134,9 @@ def _next_token(logits: FloatArray, row: SamplingRow, best: int) -> int:
         logits = adjust_logits(logits, row)
         best = int(logits.argmax())
         if logits[best] == -math.inf:
-            raise _NoTokenError("logit_bias, bad_words and min_tokens leave no token; relax them")
+            raise _NoTokenError(
+                "logit_bias, bad_words, min_tokens and the grammar leave no token; relax them"
+            )
     if row.params.is_greedy:
         return best
     token_ids, weights = keep_tokens(logits, row.params)

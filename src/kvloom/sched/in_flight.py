@@ -27,7 +27,10 @@ class StepInFlight:
 class StepsInFlight:
     """Knows which requests workers may still read and write the blocks of."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_model_len: int, runs_ahead: bool) -> None:
+        """`runs_ahead`: a request may be in a step before the one before it is updated."""
+        self._max_model_len = max_model_len
+        self._runs_ahead = runs_ahead
         self._steps: deque[StepInFlight] = deque()
 
     def begin(self, output: SchedulerOutput, requests: Sequence[Request]) -> None:
@@ -51,3 +54,17 @@ class StepsInFlight:
     def names_ended(self, req_id: str) -> bool:
         """Whether a request of that id has ended and still keeps its blocks."""
         return any(r.req_id == req_id for step in self._steps for r in step.ended)
+
+    def may_run_ahead(self, request: Request) -> bool:
+        """Whether the token that the step in flight samples may be computed: others will follow.
+
+        Not where a grammar must know it first, to tell what may follow.
+        """
+        num_tokens = request.num_tokens + 1
+        params = request.sampling_params
+        return (
+            self._runs_ahead
+            and params.structured_outputs is None
+            and num_tokens < self._max_model_len
+            and num_tokens - request.num_prompt_tokens < params.max_tokens
+        )

@@ -8,7 +8,7 @@ way.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from kvloom.config import SchedulerConfig
 from kvloom.errors import RequestError
@@ -18,12 +18,13 @@ from kvloom.request import Request, RequestStatus
 from kvloom.sched.admission import check_new_request, too_large
 from kvloom.sched.drafts import Speculation
 from kvloom.sched.forks import Forks
+from kvloom.sched.grammars import GrammarDesk, Grammars
 from kvloom.sched.in_flight import StepsInFlight
+from kvloom.sched.outcomes import end_event, last_event, progress_event
 from kvloom.sched.queue import RequestQueue, place_of
 from kvloom.sched.stats import SchedulerStats
 from kvloom.sched.step_builder import BlockIds, StepBuilder
-from kvloom.sched.stop import Stop, check_stop
-from kvloom.step import ModelRunnerOutput, RequestEvent, SchedulerOutput, TokenLogprobs
+from kvloom.step import ModelRunnerOutput, RequestEvent, SchedulerOutput
 
 
 class Scheduler:
@@ -51,6 +52,7 @@ class Scheduler:
         max_model_len: int,
         events: EventLog | None = None,
         speculation: Speculation | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         """Schedule over the blocks of `kv_cache_manager`; preemptions are recorded in `events`."""
         self._config = config
@@ -61,8 +63,11 @@ class Scheduler:
         self._requests: dict[str, Request] = {}  # all that are not finished
         self._waiting = RequestQueue()  # without blocks: new, or preempted
         self._running = RequestQueue()  # with blocks
-        self._in_flight = StepsInFlight()
+        # Drafts are proposed behind tokens that are known.
+        runs_ahead = config.has_async_stepping and speculation is None
+        self._in_flight = StepsInFlight(max_model_len, runs_ahead)
         self._forks = Forks(kv_cache_manager)
+        self._grammars = GrammarDesk(grammars)  # those whose grammar is being compiled
         self._finished_req_ids: set[str] = set()  # for the next step's workers
         self._failed: list[RequestEvent] = []  # for the next update
         self._num_arrivals = 0
@@ -76,8 +81,13 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for blocks, preempted ones included."""
-        return len(self._waiting) + self._forks.num_held_back
+        """Requests that wait for blocks or a grammar, preempted ones included."""
+        return len(self._waiting) + len(self._grammars) + self._forks.num_held_back
+
+    @property
+    def waits_for_grammars(self) -> bool:
+        """Whether no step can do anything before a grammar has been compiled."""
+        return len(self._grammars) == len(self._requests) > 0 and not self._failed
 
     @property
     def stats(self) -> SchedulerStats:
@@ -111,8 +121,10 @@ class Scheduler:
             request.place = request.leader.place[0], self._num_arrivals
         self._num_arrivals += 1
         self._requests[request.req_id] = request
-        if not self._forks.add(request):
-            self._waiting.add(request)
+        if request.sampling_params.structured_outputs is None:
+            self._join(request)
+        else:
+            self._grammars.add(request)
 
     def finish_requests(
         self,
@@ -130,11 +142,12 @@ class Scheduler:
             request = self._requests.get(req_id)
             if request is not None:
                 self._finish(request, status, stop_reason)
-                events.append(_last_event(request))
+                events.append(last_event(request))
         return events
 
     def schedule(self) -> SchedulerOutput:
         """Decide the next step. Every step that is emitted must run, and be updated, in order."""
+        self._take_compiled()
         config = self._config
         step = StepBuilder(config.max_num_batched_tokens, config.max_num_tokens_per_req)
         for request in self._forks.start_step():
@@ -189,10 +202,25 @@ class Scheduler:
         for request in step.requests:
             self._kv.forget(request)
             if not request.status.is_finished:
-                self._finish(request, RequestStatus.FINISHED_ERROR)
-                self._failed.append(_last_event(request, reason))
+                self._fail(request, reason)
         for request in step.ended:
             self._kv.free(request)
+
+    def _join(self, request: Request) -> None:
+        if not self._forks.add(request):
+            self._waiting.add(request)
+
+    def _take_compiled(self) -> None:
+        """Requests whose grammar has been compiled get their place in line: that of their arrival.
+
+        Until then they are in nobody's way, and nobody who enters counts as passing them by.
+        """
+        for request, error in self._grammars.take_compiled():
+            if error is None:
+                request.status = RequestStatus.WAITING
+                self._join(request)
+            else:
+                self._fail(request, error)
 
     def _schedule_running(self, step: StepBuilder) -> None:
         for request in list(self._running):
@@ -201,7 +229,7 @@ class Scheduler:
                 return
             num_missing_tokens = len(request.token_ids) - request.num_computed_tokens
             # Its last token is still being computed: workers will know it when it is needed.
-            if num_missing_tokens == 0 and self._may_run_ahead(request):
+            if num_missing_tokens == 0 and self._in_flight.may_run_ahead(request):
                 num_missing_tokens = 1
             num_tokens = step.num_fitting_tokens(request, num_missing_tokens)
             if num_tokens <= 0:
@@ -227,6 +255,8 @@ class Scheduler:
             return False
         num_kept_tokens = self.num_running - len(step.num_scheduled_tokens)  # one for each to come
         drafts = self._speculation.propose(request, step.num_fitting_drafts(num_kept_tokens))
+        if drafts and request.sampling_params.structured_outputs is not None:
+            drafts = drafts[: self._grammars.num_fitting(request, drafts)]
         if drafts:
             drafts = drafts[: self._kv.limit_chunk(request, 1 + len(drafts)) - 1]
         if not drafts:
@@ -238,19 +268,6 @@ class Scheduler:
         step.add_drafts(request.req_id, drafts)
         request.num_computed_tokens += 1
         return True
-
-    def _may_run_ahead(self, request: Request) -> bool:
-        """Whether the token that the step in flight samples may be computed: others will follow.
-
-        Drafts are proposed behind tokens that are known.
-        """
-        num_tokens = request.num_tokens + 1
-        return (
-            self._config.has_async_stepping
-            and self._speculation is None
-            and num_tokens < self._max_model_len
-            and num_tokens - request.num_prompt_tokens < request.sampling_params.max_tokens
-        )
 
     def _take_from_last(self, request: Request, num_tokens: int) -> BlockIds | None:
         """Blocks that running requests behind `request` gave up; None if it gave way itself."""
@@ -283,9 +300,7 @@ class Scheduler:
     def _end_if_too_large(self, request: Request) -> None:
         """End a preempted request that can never come back."""
         if not self._kv.can_ever_fit(request.num_tokens):
-            self._finish(request, RequestStatus.FINISHED_ERROR)
-            error = too_large(self._kv, request.num_tokens, "lower max_tokens")
-            self._failed.append(_last_event(request, error))
+            self._fail(request, too_large(self._kv, request.num_tokens, "lower max_tokens"))
 
     def _schedule_waiting(self, step: StepBuilder) -> None:
         max_num_seqs = self._config.max_num_seqs
@@ -334,31 +349,24 @@ class Scheduler:
         if error is not None:
             self._kv.forget(request)
             self._finish(request, RequestStatus.FINISHED_ERROR)
-            return _last_event(request, error)
-        new_token_ids = result.sampled_token_ids.get(req_id, [])
-        logprobs: Sequence[TokenLogprobs] = result.logprobs.get(req_id, ())
-        prompt_logprobs = result.prompt_logprobs.get(req_id, ())
-        if not new_token_ids and not prompt_logprobs:
+            return last_event(request, error)
+        event = progress_event(request, result)
+        if event is None:
             return None
-        stop: Stop | None = None
-        for num_new_tokens, token_id in enumerate(new_token_ids, 1):
+        for num_tokens, token_id in enumerate(event.new_token_ids, 1):
             request.token_ids.append(token_id)
-            stop = check_stop(request, self._max_model_len)
+            stop = self._grammars.check_stop(request, self._max_model_len)
             if stop is not None:
-                new_token_ids, logprobs = new_token_ids[:num_new_tokens], logprobs[:num_new_tokens]
                 self._finish(request, stop.status, stop.token_id)
+                end_event(event, request, num_tokens, stop.error)
                 break
         if request.status is RequestStatus.PREEMPTED:  # while the step ran
             self._end_if_too_large(request)
-        return RequestEvent(
-            req_id,
-            new_token_ids,
-            logprobs,
-            prompt_logprobs,
-            None if stop is None else stop.status.value,
-            request.stop_reason,
-            request.num_cached_tokens,
-        )
+        return event
+
+    def _fail(self, request: Request, error: str) -> None:
+        self._finish(request, RequestStatus.FINISHED_ERROR)
+        self._failed.append(last_event(request, error))
 
     def _finish(
         self, request: Request, status: RequestStatus, stop_reason: int | str | None = None
@@ -368,13 +376,17 @@ class Scheduler:
         Its blocks are free once no step in flight names it.
         """
         assert status.is_finished
-        if not self._forks.forget(request):
-            queue = self._running if request.status is RequestStatus.RUNNING else self._waiting
-            queue.remove(request)
-        if request.status is not RequestStatus.WAITING:
+        is_held_back = self._forks.forget(request)
+        if request.status is RequestStatus.RUNNING:
+            self._running.remove(request)
+        elif not is_held_back and request.status is not RequestStatus.WAITING_FOR_GRAMMAR:
+            self._waiting.remove(request)
+        if request.status in (RequestStatus.RUNNING, RequestStatus.PREEMPTED):
             self._finished_req_ids.add(request.req_id)
         if status is not RequestStatus.FINISHED_ERROR:
             self._forks.leader_ends(request)
+        if request.sampling_params.structured_outputs is not None:
+            self._grammars.remove(request)
         if not self._in_flight.keep_blocks(request):
             self._kv.free(request)
         if self._speculation is not None:
@@ -382,14 +394,3 @@ class Scheduler:
         request.status = status
         request.stop_reason = stop_reason
         del self._requests[request.req_id]
-
-
-def _last_event(request: Request, error: str | None = None) -> RequestEvent:
-    return RequestEvent(
-        req_id=request.req_id,
-        new_token_ids=[],
-        finish_reason=request.status.value,
-        stop_reason=request.stop_reason,
-        num_cached_tokens=request.num_cached_tokens,
-        error=error,
-    )

@@ -35,6 +35,7 @@ class StepBuilder:
     num_free_rows: int = MAX_EXTRA_LOGITS_ROWS
     new: list[NewRequestData] = field(default_factory=list)
     cached: list[_Diff] = field(default_factory=list)
+    masked: list[str] = field(default_factory=list)  # those that sample by a grammar
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
     drafts: dict[str, list[int]] = field(default_factory=dict)
     requests: list[Request] = field(default_factory=list)
@@ -103,16 +104,26 @@ class StepBuilder:
             num_common_prefix_blocks=num_common_prefix_blocks,
             finished_req_ids=finished_req_ids,
             free_encoder_mm_hashes=[],
-            structured_output_request_ids={},
+            structured_output_request_ids=self._mask_rows(),
             grammar_bitmask=None,
             kv_connector_metadata=None,
             block_copies=self.block_copies,
         )
 
+    def _mask_rows(self) -> dict[str, int]:
+        rows, num_rows = {}, 0
+        for req_id in self.masked:
+            rows[req_id] = num_rows
+            num_rows += 1 + len(self.drafts.get(req_id, ()))
+        return rows
+
     def _spend(self, request: Request, num_tokens: int) -> None:
         self.requests.append(request)
         self.num_scheduled_tokens[request.req_id] = num_tokens
         self.num_free_tokens -= num_tokens
+        has_grammar = request.sampling_params.structured_outputs is not None
+        if has_grammar and request.num_computed_tokens + num_tokens == request.num_tokens:
+            self.masked.append(request.req_id)
         if num_tokens > 1 and _scores_prompt(request):
             self.num_free_rows -= num_tokens - 1
 

@@ -12,6 +12,7 @@ class Stop(NamedTuple):
 
     status: RequestStatus
     token_id: int | None = None
+    error: str | None = None
 
 
 def check_stop(request: Request, max_model_len: int) -> Stop | None:

@@ -51,6 +51,7 @@ class Tokenizer:
     Attributes:
         bos_token_id: begins a sequence; None where the model has none.
         eos_token_ids: each of them ends a sequence.
+        special_token_ids: those that are no text.
         vocab_size: ids are below it; a model may have more rows, as padding.
         chat_template: how a conversation becomes a prompt; None where the model has none.
         has_chat_template: whether `render_chat` works.
@@ -73,7 +74,7 @@ class Tokenizer:
                 "with one (tokenizers.Tokenizer.decoder)"
             )
         self._backend = backend
-        self._special_ids = frozenset(
+        self.special_token_ids = frozenset(
             token_id
             for token_id, token in backend.get_added_tokens_decoder().items()
             if token.special
@@ -125,7 +126,7 @@ class Tokenizer:
         pieces = [_BEFORE]
         is_after_special = False
         for token_id in ids:
-            is_special = token_id in self._special_ids
+            is_special = token_id in self.special_token_ids
             if is_special and skip_special_tokens:
                 continue
             if is_special and is_after_special and spaces_between_special_tokens:
@@ -160,7 +161,7 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """What a token adds to the bytes of a text: maybe only a part of a character."""
         token = self._token(token_id)
-        if self._is_byte_level and token_id not in self._special_ids:
+        if self._is_byte_level and token_id not in self.special_token_ids:
             known = [_BYTES.get(character) for character in token]
             if None not in known:
                 return bytes(byte for byte in known if byte is not None)
@@ -170,7 +171,7 @@ class Tokenizer:
         return self.decode([token_id], skip_special_tokens=False).encode()
 
     def _plain_text(self, token_id: int, skip_special_tokens: bool) -> str | None:
-        is_kept_special = token_id in self._special_ids and not skip_special_tokens
+        is_kept_special = token_id in self.special_token_ids and not skip_special_tokens
         if is_kept_special or not self._joins_texts:
             return None
         text = self.decode([token_id], skip_special_tokens)
