@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from kvloom.request import Request
-
 VOCAB_SIZE = 997
 
 
@@ -41,9 +39,9 @@ class Guesser:
         self._rng = random.Random(seed)
         self.forgotten: list[str] = []
 
-    def propose(self, request: Request, max_num_tokens: int) -> list[int]:
+    def propose(self, req_id: str, token_ids: Sequence[int], max_num_tokens: int) -> list[int]:
         """Some drafts; behind a wrong one, what would follow it."""
-        prefix = list(request.token_ids)
+        prefix = list(token_ids)
         for _ in range(
             self._rng.randint(0, max_num_tokens) if self._error_rate else max_num_tokens
         ):
@@ -51,7 +49,7 @@ class Guesser:
             if self._rng.random() < self._error_rate:
                 token_id = (token_id + 1) % self._vocab_size
             prefix.append(token_id)
-        return prefix[request.num_tokens :]
+        return prefix[len(token_ids) :]
 
     def forget(self, req_id: str) -> None:
         """Note who is told of."""
@@ -64,7 +62,7 @@ class Listed:
     def __init__(self, *drafts: Sequence[int]) -> None:
         self._drafts = list(drafts)
 
-    def propose(self, request: Request, max_num_tokens: int) -> list[int]:
+    def propose(self, req_id: str, token_ids: Sequence[int], max_num_tokens: int) -> list[int]:
         """The next entry, as far as there is room for it."""
         return list(self._drafts.pop(0))[:max_num_tokens] if self._drafts else []
 

@@ -11,9 +11,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from drafting import Guesser
 from kvloom.runner.input_batch import RunnerLimits
+from kvloom.vllm_plugin.drafts import Drafter
 from kvloom.vllm_plugin.worker import KvloomWorker
-from shadow import MAX_MODEL_LEN, MODELS, ShadowWorker
+from shadow import MAX_MODEL_LEN, MODELS, VOCAB_SIZE, ShadowWorker, expected_text
 
 
 class ShadowVllmWorker(KvloomWorker):
@@ -29,6 +31,13 @@ class ShadowVllmWorker(KvloomWorker):
         )
         self.num_preempted = 0
         return ShadowWorker(MODELS[os.environ["SHADOW_LAYERS"]], limits)
+
+    def make_drafter(self) -> Drafter | None:
+        config = self.vllm_config.speculative_config
+        if config is None:
+            return None
+        guesser = Guesser(0.3, 0, lambda prefix: expected_text(prefix, 1)[0], VOCAB_SIZE)
+        return Drafter(guesser, config.num_speculative_tokens)
 
     def determine_available_memory(self, **_: Any) -> int:
         return int(self.cache_config.kv_cache_memory_bytes)

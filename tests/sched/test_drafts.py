@@ -57,32 +57,29 @@ def test_what_followed_the_last_tokens_before_is_proposed(smallest, largest, sca
     num_drafts = 0
     for number in range(30 * scale):
         proposer = NgramProposer(config)
-        params = ResolvedSamplingParams(seed=0, max_tokens=500)
-        request = Request("r", rng.choices(range(3), k=rng.randint(1, 12)), params)
+        text = rng.choices(range(3), k=rng.randint(1, 12))
         for _ in range(40):
             most = rng.randint(1, 6)
-            drafts = proposer.propose(request, most)
-            assert drafts == proposal(request.token_ids, smallest, largest, most), number
+            drafts = proposer.propose("r", text, most)
+            assert drafts == proposal(text, smallest, largest, most), number
             num_drafts += len(drafts)
-            request.token_ids += rng.choices(range(3), k=rng.choice([0, 1, 1, 1, 3]))
+            text += rng.choices(range(3), k=rng.choice([0, 1, 1, 1, 3]))
     assert num_drafts > 0
 
 
 def test_a_proposal_goes_on_from_itself_where_the_text_repeats():
-    params = ResolvedSamplingParams(seed=0, max_tokens=9)
     proposer = NgramProposer(SpeculativeConfig(7, 2, 3))
-    assert proposer.propose(Request("r", [9, 1, 2, 1, 2], params), 7) == [1, 2, 1, 2, 1, 2, 1]
-    assert proposer.propose(Request("s", [9, 5, 5, 5], params), 3) == [5, 5, 5]
-    assert proposer.propose(Request("t", [1, 2, 3, 4], params), 7) == []
+    assert proposer.propose("r", [9, 1, 2, 1, 2], 7) == [1, 2, 1, 2, 1, 2, 1]
+    assert proposer.propose("s", [9, 5, 5, 5], 3) == [5, 5, 5]
+    assert proposer.propose("t", [1, 2, 3, 4], 7) == []
 
 
 def test_a_request_that_ended_is_forgotten():
     """Its id may come again with another text."""
-    params = ResolvedSamplingParams(seed=0, max_tokens=9)
     proposer = NgramProposer(SpeculativeConfig(2, 1, 1))
-    assert proposer.propose(Request("r", [7, 8, 9, 7], params), 2) == [8, 9]
+    assert proposer.propose("r", [7, 8, 9, 7], 2) == [8, 9]
     proposer.forget("r")
-    assert proposer.propose(Request("r", [1, 2, 3, 4, 5, 1], params), 2) == [2, 3]
+    assert proposer.propose("r", [1, 2, 3, 4, 5, 1], 2) == [2, 3]
     proposer.forget("unknown")
 
 

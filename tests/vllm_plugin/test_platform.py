@@ -13,6 +13,7 @@ import kvloom.vllm_plugin
 from kvloom.errors import ConfigError
 from kvloom.vllm_plugin import platform
 
+NGRAMS = {"method": "ngram", "num_speculative_tokens": 2}
 OURS = "kvloom.vllm_plugin.platform.KvloomPlatform"
 
 
@@ -61,6 +62,8 @@ def test_another_vllm_is_refused_with_the_range(monkeypatch: Any, found: str) ->
         ({"hf_overrides": {"rope_theta": 5.0}}, "hf_overrides"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
         ({"additional_config": {"num_cores": 3}}, "num_cores"),
+        ({"speculative_config": NGRAMS | {"method": "ngram_gpu"}}, "speculative_config.method"),
+        ({"speculative_config": NGRAMS | {"num_speculative_tokens": 65}}, "num_speculative_tokens"),
     ],
     ids=str,
 )
@@ -81,6 +84,7 @@ def test_options_that_can_be_are_taken(config_folder: Any, block_size: int | Non
         max_model_len=256,
         block_size=block_size,
         additional_config={"num_threads": 1},
+        speculative_config=NGRAMS,
     )
     config = args.create_engine_config()
     assert config.parallel_config.worker_cls == "kvloom.vllm_plugin.worker.KvloomWorker"

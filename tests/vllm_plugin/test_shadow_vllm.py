@@ -28,6 +28,7 @@ class Setup:
     has_two_processes: bool = False
     is_hybrid: bool = True  # else layers that see less keep all blocks
     is_v2: bool = False  # vLLM sends a preempted request anew
+    num_drafts: int = 0
 
 
 SETUPS = [
@@ -36,6 +37,7 @@ SETUPS = [
     Setup("hybrid", 170, has_two_processes=True),
     Setup("hybrid", 70, budget=24, is_hybrid=False),
     Setup("mixed", 140),
+    Setup("mixed", 140, is_async=False, num_drafts=4),
     Setup("chunked", 80, budget=24),
 ]
 
@@ -77,6 +79,10 @@ def test_no_read_finds_anything_else(
         async_scheduling=setup.is_async,
         num_gpu_blocks_override=setup.num_blocks,
         disable_hybrid_kv_cache_manager=not setup.is_hybrid,
+        speculative_config=(
+            setup.num_drafts and {"method": "ngram", "num_speculative_tokens": setup.num_drafts}
+        )
+        or None,
         dtype="float32",
     )
     rng = random.Random(repr(setup))

@@ -164,3 +164,58 @@ def test_allowed_tokens_are_bits() -> None:
     )
     expected = np.array([1, 1 << 1, 0, 1 << 3], np.uint32)
     np.testing.assert_array_equal(steps.known["a"].allowed, expected)
+
+
+def test_drafts_are_computed_but_for_padding() -> None:
+    """vLLM pads the drafts of a request that enters beside running ones with -1."""
+    steps = translator()
+    steps.translate(step({"a": 3}, scheduled_new_reqs=[new_request("a", [5, 6, 7])]))
+    [output] = steps.translate(
+        step(
+            {"a": 4, "b": 4, "c": 3},
+            scheduled_new_reqs=[new_request("b", [8]), new_request("c", [9, 10, 11])],
+            scheduled_cached_reqs=cached(["a"], [None], [3]),
+            scheduled_spec_decode_tokens={"a": [20, 21, -1], "b": [-1, -1, -1]},
+        )
+    )
+    assert output.scheduled_spec_decode_tokens == {"a": [20, 21]}
+    assert output.num_scheduled_tokens == {"a": 3, "b": 1, "c": 3}
+    assert output.total_num_scheduled_tokens == 7
+
+
+def test_drafts_have_the_rows_that_scored_prompts_leave() -> None:
+    scored = SamplingParams(temperature=0, prompt_logprobs=0)
+    steps = translator()
+    steps.translate(step({"a": 1}, scheduled_new_reqs=[new_request("a", [5])]))
+    prompt = list(range(MAX_EXTRA_LOGITS_ROWS - 1))  # its last row is that of the next token
+    outputs = steps.translate(
+        step(
+            {"a": 6, "s": len(prompt)},
+            scheduled_new_reqs=[new_request("s", prompt, sampling_params=scored)],
+            scheduled_cached_reqs=cached(["a"], [None], [1]),
+            scheduled_spec_decode_tokens={"a": [1, 2, 3, 4, 5]},
+        )
+    )
+    assert [one.num_scheduled_tokens for one in outputs] == [{"a": 3, "s": len(prompt)}]
+    assert outputs[0].scheduled_spec_decode_tokens == {"a": [1, 2]}
+
+
+def test_drafts_come_with_the_last_part_of_a_step() -> None:
+    scored = SamplingParams(temperature=0, prompt_logprobs=0)
+    steps = translator()
+    steps.translate(step({"a": 1}, scheduled_new_reqs=[new_request("a", [5])]))
+    prompt = [1] * (MAX_EXTRA_LOGITS_ROWS + 10)
+    first, last = steps.translate(
+        step(
+            {"a": 3, "s": len(prompt)},
+            scheduled_new_reqs=[new_request("s", prompt, sampling_params=scored)],
+            scheduled_cached_reqs=cached(["a"], [None], [1]),
+            scheduled_spec_decode_tokens={"a": [1, 2]},
+        )
+    )
+    assert (first.scheduled_spec_decode_tokens, first.num_scheduled_tokens) == (
+        {},
+        {"s": MAX_EXTRA_LOGITS_ROWS},
+    )
+    assert last.scheduled_spec_decode_tokens == {"a": [1, 2]}
+    assert last.num_scheduled_tokens == {"a": 3, "s": 10}

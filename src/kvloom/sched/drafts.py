@@ -20,8 +20,11 @@ _MAX_PLACES = 16  # looked at per proposal, the latest first
 class DraftProposer(Protocol):
     """Guesses how texts go on."""
 
-    def propose(self, request: Request, max_num_tokens: int) -> list[int]:
-        """At most `max_num_tokens` tokens that may follow the known ones; none is an answer."""
+    def propose(self, req_id: str, token_ids: Sequence[int], max_num_tokens: int) -> list[int]:
+        """At most `max_num_tokens` tokens that may follow a request's known `token_ids`.
+
+        From one call to the next a request's known tokens only grow. None is an answer.
+        """
 
     def forget(self, req_id: str) -> None:
         """A request ended; also told of those that nothing was proposed for."""
@@ -50,7 +53,9 @@ class Speculation:
             self._max_model_len - request.num_tokens,
         )
         num_tokens = min(self._most, max_num_tokens, num_left - 1)
-        return self._proposer.propose(request, num_tokens) if num_tokens > 0 else []
+        if num_tokens <= 0:
+            return []
+        return self._proposer.propose(request.req_id, request.token_ids, num_tokens)
 
     def count(
         self, drafts: Mapping[str, list[int]], sampled_token_ids: Mapping[str, list[int]]
@@ -84,19 +89,18 @@ class NgramProposer:
         self._config = config
         self._indices: dict[str, _NgramIndex] = {}
 
-    def propose(self, request: Request, max_num_tokens: int) -> list[int]:
+    def propose(self, req_id: str, token_ids: Sequence[int], max_num_tokens: int) -> list[int]:
         """What followed where the most of the last tokens stood before; the latest such place."""
-        index = self._indices.get(request.req_id)
+        index = self._indices.get(req_id)
         if index is None:
-            index = self._indices[request.req_id] = _NgramIndex(self._config.min_ngram_tokens)
-        token_ids = request.token_ids
+            index = self._indices[req_id] = _NgramIndex(self._config.min_ngram_tokens)
         index.extend(token_ids)
         end = index.find(token_ids, self._config.max_ngram_tokens)
         if end is None:
             return []
         # A place less than a draft's length back repeats itself: the drafts go on from drafts.
         period = len(token_ids) - end
-        drafts = token_ids[end : end + max_num_tokens]
+        drafts = list(token_ids[end : end + max_num_tokens])
         while len(drafts) < max_num_tokens:
             drafts.append(drafts[len(drafts) - period])
         return drafts

@@ -10,11 +10,13 @@ from vllm import envs
 
 from kvloom.config import (
     AUTO,
+    MAX_DRAFT_TOKENS,
     CacheConfig,
     DeviceConfig,
     EngineConfig,
     ModelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
 )
 from kvloom.dtypes import DType
 from kvloom.errors import ConfigError
@@ -40,6 +42,35 @@ class _Refusal:
 
 
 _ONE = "set it to 1"
+
+
+def _is_asked_of_speculation(is_asked: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The same of vLLM's whole configuration."""
+    return lambda c: c.speculative_config is not None and is_asked(c.speculative_config)
+
+
+_SPECULATION_REFUSALS = tuple(
+    _Refusal(f"speculative_config.{option}", _is_asked_of_speculation(is_asked), remedy)
+    for option, is_asked, remedy in (
+        ("method", lambda s: s.method != "ngram", "set it to ngram"),
+        (
+            "num_speculative_tokens",
+            lambda s: s.num_speculative_tokens > MAX_DRAFT_TOKENS,
+            f"set it to {MAX_DRAFT_TOKENS} or less",
+        ),
+        (
+            "num_speculative_tokens_per_batch_size",
+            lambda s: s.num_speculative_tokens_per_batch_size,
+            "leave it out",
+        ),
+        (
+            "rejection_sample_method",
+            lambda s: s.rejection_sample_method != "standard",
+            "set it to standard",
+        ),
+        ("enable_adaptive_verification", lambda s: s.enable_adaptive_verification, "leave it out"),
+    )
+)
 _REFUSALS = (
     _Refusal("tensor_parallel_size", lambda c: c.parallel_config.tensor_parallel_size > 1, _ONE),
     _Refusal(
@@ -106,7 +137,7 @@ _REFUSALS = (
     _Refusal("cpu_offload_gb", lambda c: c.offload_config.uva.cpu_offload_gb),
     _Refusal("offload_group_size", lambda c: c.offload_config.prefetch.offload_group_size),
     _Refusal("enable_lora", lambda c: c.lora_config is not None),
-    _Refusal("speculative_config", lambda c: c.speculative_config is not None),
+    *_SPECULATION_REFUSALS,
     _Refusal("kv_transfer_config", lambda c: c.kv_transfer_config is not None),
     _Refusal("ec_transfer_config", lambda c: c.ec_transfer_config is not None),
     _Refusal("weight_transfer_config", lambda c: c.weight_transfer_config is not None),
@@ -174,7 +205,19 @@ def engine_config(vllm_config: Any) -> EngineConfig:
             max_num_seqs=steps.max_num_seqs,
             max_num_batched_tokens=steps.max_num_batched_tokens,
         ),
+        speculative=_speculative_config(vllm_config.speculative_config),
         device=_device_config(vllm_config.additional_config),
+    )
+
+
+def _speculative_config(asked: Any | None) -> SpeculativeConfig:
+    """VLLM's n-grams; the drafts are our own, and vLLM schedules them."""
+    if asked is None:
+        return SpeculativeConfig()
+    return SpeculativeConfig(
+        num_draft_tokens=asked.num_speculative_tokens,
+        min_ngram_tokens=asked.prompt_lookup_min,
+        max_ngram_tokens=asked.prompt_lookup_max,
     )
 
 

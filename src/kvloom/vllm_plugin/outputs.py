@@ -13,10 +13,24 @@ from numpy.typing import NDArray
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 from vllm.v1.outputs import ModelRunnerOutput as VllmOutput
 
+from kvloom.runner.model_runner import StepHandle
 from kvloom.step import ModelRunnerOutput, TokenLogprobs, TokenMask
 from kvloom.vllm_plugin.steps import KnownRequest
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StartedStep:
+    """A step between its two calls.
+
+    Attributes:
+        num_asked_drafts: by request that has any, as vLLM counts them: not all may be computed.
+    """
+
+    req_ids: list[str]
+    num_asked_drafts: dict[str, int]
+    handle: StepHandle
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +73,7 @@ def to_vllm(
         req_ids=list(req_ids),
         req_id_to_index={req_id: i for i, req_id in enumerate(req_ids)},
         sampled_token_ids=[sampled.get(req_id, []) for req_id in req_ids],
-        logprobs=_sampled_logprobs(req_ids, result.logprobs) if result.logprobs else None,
+        logprobs=_sampled_logprobs(req_ids, result) if result.logprobs else None,
         prompt_logprobs_dict=_take_prompt_logprobs(sampled, known),
     )
 
@@ -73,37 +87,46 @@ def collect_prompt_logprobs(result: ModelRunnerOutput, known: Mapping[str, Known
 
 
 def token_mask(
-    grammar: Any | None, req_ids: Sequence[str], known: Mapping[str, KnownRequest]
+    grammar: Any | None, step: StartedStep, known: Mapping[str, KnownRequest]
 ) -> TokenMask | None:
     """Which tokens the requests of a step may sample: by their grammar, and by `allowed`.
 
-    `grammar` is vLLM's GrammarOutput; row i of its int32 bitmask is of its i-th request.
+    `grammar` is vLLM's GrammarOutput; its int32 bitmask has a row for each of its requests and one
+    behind it for each draft that vLLM asked for.
     """
     rows: dict[str, int] = {}
     masks: list[NDArray[np.uint32]] = []
     if grammar is not None:
-        rows = {req_id: i for i, req_id in enumerate(grammar.structured_output_request_ids)}
         masks = list(grammar.grammar_bitmask.view(np.uint32))
-    for req_id in req_ids:
+        first = 0
+        for req_id in grammar.structured_output_request_ids:
+            rows[req_id] = first
+            first += 1 + step.num_asked_drafts.get(req_id, 0)
+    for req_id in step.req_ids:
         allowed = known[req_id].allowed
         if allowed is None:
             continue
+        num_rows = 1 + step.num_asked_drafts.get(req_id, 0)
         if req_id in rows:
-            masks[rows[req_id]] = masks[rows[req_id]] & allowed
+            for row in range(rows[req_id], rows[req_id] + num_rows):
+                masks[row] = masks[row] & allowed
         else:
             rows[req_id] = len(masks)
-            masks.append(allowed)
+            masks += [allowed] * num_rows
     return TokenMask(rows, np.stack(masks)) if rows else None
 
 
-def _sampled_logprobs(
-    req_ids: Sequence[str], logprobs: Mapping[str, list[TokenLogprobs]]
-) -> LogprobsLists:
-    """One row per request; those that ask for none have zeros, which nobody reads."""
-    entries = [logprobs[req_id][0] if req_id in logprobs else None for req_id in req_ids]
+def _sampled_logprobs(req_ids: Sequence[str], result: ModelRunnerOutput) -> LogprobsLists:
+    """A row per sampled token; zeros, which nobody reads, for requests that ask for none."""
+    entries: list[TokenLogprobs | None] = []
+    first_rows = []
+    for req_id in req_ids:
+        first_rows.append(len(entries))
+        num_tokens = len(result.sampled_token_ids.get(req_id, ()))
+        entries += result.logprobs.get(req_id, [None] * num_tokens)
     num_top = max(len(entry.top) for entry in entries if entry is not None)
     table = _table(entries, num_top)
-    return LogprobsLists(table.token_ids, table.logprobs, table.ranks)
+    return LogprobsLists(table.token_ids, table.logprobs, table.ranks, first_rows)
 
 
 def _take_prompt_logprobs(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -24,6 +24,7 @@ from kvloom.vllm_plugin.requests import resolve_sampling_params
 from kvloom.vllm_plugin.specs import BlockIds, GroupMap
 
 _WORD_BITS = 32
+_PADDING = -1  # vLLM gives a request that is new beside running ones as many drafts as they have
 
 
 @dataclass(slots=True)
@@ -31,6 +32,7 @@ class KnownRequest:
     """What the plugin itself remembers of a request.
 
     Attributes:
+        token_ids: prompt and output; kept up to date where drafts are proposed.
         prompt_logprobs: those computed so far; None if none are asked for, and once the whole
             prompt has them and they were handed out.
         allowed: uint32 [cdiv(vocab_size, 32)], a bit for each token that it may sample; None if it
@@ -38,6 +40,7 @@ class KnownRequest:
     """
 
     num_prompt_tokens: int
+    token_ids: list[int]
     params: ResolvedSamplingParams
     prompt_logprobs: list[TokenLogprobs] | None
     allowed: NDArray[np.uint32] | None
@@ -71,13 +74,18 @@ class StepTranslator:
 
         vLLM does not bound how many prompt tokens a step scores, and kvloom does. Prompts that are
         too long are cut, and their beginnings come first: a request that scores its prompt reads no
-        block that another one writes.
+        block that another one writes. Nor does it bound the drafts: some may be left out.
         """
         finished = set(output.finished_req_ids)
         for req_id in finished:
             self.known.pop(req_id, None)
         diffs = self._diffs(output, finished)
-        parts = _cut(output.num_scheduled_tokens, self._scored_req_ids())
+        scored = self._scored_req_ids()
+        asked = output.scheduled_spec_decode_tokens
+        parts = _cut(_known_tokens(output.num_scheduled_tokens, asked), scored)
+        drafts = _cut_drafts(asked, MAX_EXTRA_LOGITS_ROWS - _num_extra_rows(parts[-1], scored))
+        for req_id, token_ids in drafts.items():
+            parts[-1][req_id] += len(token_ids)
         copies = [tuple(copy) for copy in output.kv_cache_block_copies or ()]
         steps = [_step(parts[0], diffs.new, diffs.cached, finished, copies)]
         if len(parts) > 1:
@@ -86,6 +94,7 @@ class StepTranslator:
                 for req_id, num_tokens in before.items():
                     computed[req_id] += num_tokens
                 steps.append(_step(part, [], self._continued(part, computed), set(), []))
+        steps[-1].scheduled_spec_decode_tokens.update(drafts)
         return steps
 
     def _diffs(self, output: Any, finished: set[str]) -> _Diffs:
@@ -121,6 +130,7 @@ class StepTranslator:
         allowed = new.sampling_params.allowed_token_ids
         self.known[new.req_id] = KnownRequest(
             num_prompt_tokens=len(new.prompt_token_ids),
+            token_ids=list(new.prompt_token_ids),
             params=params,
             prompt_logprobs=None if params.prompt_logprobs is None else [],
             allowed=None if allowed is None else _bits(allowed, self._vocab_size),
@@ -144,7 +154,10 @@ class StepTranslator:
         cached.num_computed_tokens.append(new.num_computed_tokens)
 
     def _outputs(self, req_id: str, all_token_ids: list[int]) -> list[int]:
-        return all_token_ids[self.known[req_id].num_prompt_tokens :]
+        """The output of a preempted request: of its text, vLLM's word is the last."""
+        known = self.known[req_id]
+        known.token_ids[:] = all_token_ids
+        return all_token_ids[known.num_prompt_tokens :]
 
     def _scored_req_ids(self) -> list[str]:
         return [req_id for req_id, one in self.known.items() if one.prompt_logprobs is not None]
@@ -176,6 +189,35 @@ def _cut(num_scheduled_tokens: Mapping[str, int], scored: Iterable[str]) -> list
             rest[req_id] -= num_tokens
         room -= rest[req_id] - 1
     return [*parts, rest]
+
+
+def _cut_drafts(drafts: Mapping[str, Sequence[int]], num_rows: int) -> dict[str, list[int]]:
+    """The drafts that are computed: `num_rows` at most, and no padding.
+
+    To vLLM, a draft that is left out is one that was rejected.
+    """
+    kept = {}
+    for req_id, token_ids in drafts.items():
+        stop = token_ids.index(_PADDING) if _PADDING in token_ids else len(token_ids)
+        if valid := list(token_ids[: min(stop, num_rows)]):
+            kept[req_id] = valid
+            num_rows -= len(valid)
+    return kept
+
+
+def _known_tokens(
+    num_scheduled_tokens: Mapping[str, int], drafts: Mapping[str, Sequence[int]]
+) -> dict[str, int]:
+    """Scheduled tokens without the drafts among them."""
+    return {
+        req_id: num_tokens - len(drafts.get(req_id, ()))
+        for req_id, num_tokens in num_scheduled_tokens.items()
+    }
+
+
+def _num_extra_rows(part: Mapping[str, int], scored: Iterable[str]) -> int:
+    """Rows of logits that score prompts, beyond one per request."""
+    return sum(part[req_id] - 1 for req_id in scored if req_id in part)
 
 
 def _computed_tokens(diffs: _Diffs) -> dict[str, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -13,11 +12,13 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from kvloom.errors import ConfigError
 from kvloom.runner.collectives import SingleRankCommunicator
-from kvloom.runner.model_runner import StepHandle
 from kvloom.runner.worker import Worker
+from kvloom.sched.drafts import NgramProposer
 from kvloom.step import ModelRunnerOutput
+from kvloom.vllm_plugin.drafts import Drafter
 from kvloom.vllm_plugin.options import engine_config
 from kvloom.vllm_plugin.outputs import (
+    StartedStep,
     collect_prompt_logprobs,
     substitute_failed,
     to_vllm,
@@ -32,14 +33,6 @@ from kvloom.weights.source import resolve_model
 T = TypeVar("T")
 
 NO_TIME = CompilationTimes(language_model=0.0, encoder=0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class StartedStep:
-    """A step between its two calls."""
-
-    req_ids: list[str]
-    handle: StepHandle
 
 
 class PendingOutput(AsyncModelRunnerOutput):  # type: ignore[misc]  # as the class below
@@ -63,6 +56,7 @@ class KvloomWorker(WorkerBase):  # type: ignore[misc]  # vLLM is not there when 
 
     _worker: Worker
     _steps: StepTranslator
+    _drafter: Drafter | None
     _started: Future[StartedStep]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -133,6 +127,14 @@ class KvloomWorker(WorkerBase):  # type: ignore[misc]  # vLLM is not there when 
         self._worker.initialize_kv_cache(config)
         seed = abs(self.model_config.seed or 0)
         self._steps = StepTranslator(groups, self._worker.model.vocab_size, seed)
+        self._drafter = self.make_drafter()
+
+    def make_drafter(self) -> Drafter | None:
+        """What proposes drafts; None where vLLM asks for none."""
+        drafts = engine_config(self.vllm_config).speculative
+        if drafts.num_draft_tokens == 0:
+            return None
+        return Drafter(NgramProposer(drafts), drafts.num_draft_tokens)
 
     def compile_or_warm_up_model(self, **_: Any) -> CompilationTimes:
         """Nothing is compiled late."""
@@ -165,22 +167,35 @@ class KvloomWorker(WorkerBase):  # type: ignore[misc]  # vLLM is not there when 
         done.set_result(work(*arguments))
         return done
 
+    def take_draft_token_ids(self, **_: Any) -> Any:
+        """Drafts for the step after the one that ended; None where there are none."""
+        return None if self._drafter is None else self._drafter.take()
+
     def _start(self, scheduler_output: Any) -> StartedStep:
-        *parts, step = self._steps.translate(scheduler_output)
+        *parts, step = steps = self._steps.translate(scheduler_output)
+        if self._drafter is not None:
+            self._drafter.forget(steps[0].finished_req_ids)
         for part in parts:  # beginnings of prompts that are scored
             self._collect(self._worker.sample_tokens(self._worker.execute_model(part), None))
-        return StartedStep(list(step.num_scheduled_tokens), self._worker.execute_model(step))
+        asked = scheduler_output.scheduled_spec_decode_tokens
+        return StartedStep(
+            list(step.num_scheduled_tokens),
+            {req_id: len(token_ids) for req_id, token_ids in asked.items()},
+            self._worker.execute_model(step),
+        )
 
     def _finish(self, started: Future[StartedStep], grammar_output: Any | None) -> Any:
         step = started.result()  # raises what stopped it
         known = self._steps.known
-        mask = token_mask(grammar_output, step.req_ids, known)
+        mask = token_mask(grammar_output, step, known)
         result = self._worker.sample_tokens(step.handle, mask)
         self._collect(result)
         if result.errors:
             tokens = substitute_failed(result, known)
             self._worker.append_tokens(tokens)
             result.sampled_token_ids.update(tokens)
+        if self._drafter is not None:
+            self._drafter.propose(result.sampled_token_ids, known)
         return to_vllm(step.req_ids, result, known)
 
     def _collect(self, result: ModelRunnerOutput) -> None:
