@@ -63,7 +63,7 @@ def test_a_stop_string_ends_the_choice_at_once() -> None:
     generation = make_generation(stop=("bc",))
     assert generation.push(RequestEvent("r0", [0, 1])) is None
     assert generation.push(RequestEvent("r0", [2])) == "bc"
-    assert generation.take_deltas() == [TextDelta(0, "a", [0, 1, 2], "stop")]
+    assert generation.take_deltas() == [TextDelta(0, "a", [0, 1, 2], "stop", [], "bc")]
     # The step that was under way may end it once more; nothing of that is told.
     assert generation.push(RequestEvent("r0", [3], finish_reason="length")) is None
     [choice] = generation.output.outputs
@@ -94,6 +94,6 @@ def test_tokens_of_a_step_behind_a_stop_string_are_none_of_the_choice() -> None:
     scores = [TokenLogprobs(i, -1.0, 1, ()) for i in range(5)]
     assert generation.push(RequestEvent("r0", [0, 1], scores[:2])) is None
     assert generation.push(RequestEvent("r0", [2, 3, 4], scores[2:])) == "bc"
-    assert generation.take_deltas() == [TextDelta(0, "a", [0, 1, 2], "stop", scores[:3])]
+    assert generation.take_deltas() == [TextDelta(0, "a", [0, 1, 2], "stop", scores[:3], "bc")]
     [choice] = generation.output.outputs
     assert (choice.token_ids, choice.logprobs) == ([0, 1, 2], scores[:3])

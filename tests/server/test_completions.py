@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,30 @@ def test_stop_strings_and_biases(live: LiveServer, llm: LLM) -> None:
     assert (stopped.choices[0].text, stopped.choices[0].finish_reason) == ("", "stop")
     assert stopped.usage.completion_tokens == 3
     assert create(live, **forced, stop="x").choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_what_ended_a_choice_is_told(live: LiveServer, llm: LLM, path: str) -> None:
+    """A stop string, a stop token, an end-of-sequence token, the length: whole and streamed."""
+    [b] = llm.tokenizer.encode("b", add_special_tokens=False)
+    [eos] = llm.tokenizer.eos_token_ids
+    text = [{"role": "user", "content": "a"}] if "chat" in path else "a"
+    prompt = {"messages" if "chat" in path else "prompt": text}
+    cases: list[tuple[dict[str, Any], int, str, str | int | None]] = [
+        ({"stop": ["bbb"]}, b, "stop", "bbb"),
+        ({"stop_token_ids": [b]}, b, "stop", b),
+        ({}, eos, "stop", None),
+        ({"stop": ["x"]}, b, "length", None),
+    ]
+    for fields, token_id, finish_reason, stop_reason in cases:
+        forced = {"temperature": 0, "max_tokens": 5, "logit_bias": {str(token_id): 100}}
+        body = {**prompt, **fields, **forced}
+        [choice] = live.post(path, body).json()["choices"]
+        assert (choice["finish_reason"], choice["stop_reason"]) == (finish_reason, stop_reason)
+        events = live.post(path, body | {"stream": True}).text.split("\n\n")[:-2]
+        chunks = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+        told = [(chunk["finish_reason"], chunk["stop_reason"]) for chunk in chunks]
+        assert told == [(None, None)] * (len(told) - 1) + [(finish_reason, stop_reason)]
 
 
 def test_cached_tokens_follow_from_blocks_and_salt(live: LiveServer) -> None:

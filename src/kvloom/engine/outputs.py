@@ -59,6 +59,7 @@ class TextDelta:
 
     Attributes:
         logprobs: one entry per token of `token_ids`, if asked for.
+        stop_reason: with the last delta, the stop string or stop token id that ended the choice.
     """
 
     index: int
@@ -66,6 +67,7 @@ class TextDelta:
     token_ids: list[int]
     finish_reason: str | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    stop_reason: int | str | None = None
 
 
 @dataclass(slots=True)
@@ -116,7 +118,9 @@ class _Choice:
         self.num_told_chars += len(text)
         self.num_told_tokens += len(token_ids)
         self.is_end_told = has_ended
-        return TextDelta(output.index, text, token_ids, output.finish_reason, logprobs)
+        return TextDelta(
+            output.index, text, token_ids, output.finish_reason, logprobs, output.stop_reason
+        )
 
     def _visible(self, event: RequestEvent) -> Sequence[int]:
         """A stop token ends the text without being part of it, unless the user keeps it."""

@@ -101,6 +101,7 @@ class ChatWriter:
             "message": message,
             "logprobs": self._logprobs(output.logprobs),
             "finish_reason": self._finish_reason(output.finish_reason),
+            "stop_reason": output.stop_reason,
         }
 
     def begin(self) -> Iterator[dict[str, Any]]:
@@ -120,7 +121,10 @@ class ChatWriter:
         if self._has_logprobs and logprobs:  # of tokens whose text is held back, or that have none
             yield self._chunk({}, self._logprobs(logprobs))
         if delta.finish_reason is not None:
-            yield self._chunk({}, finish_reason=self._finish_reason(delta.finish_reason))
+            yield self._chunk({}) | {
+                "finish_reason": self._finish_reason(delta.finish_reason),
+                "stop_reason": delta.stop_reason,
+            }
 
     def _parts(self, delta: TextDelta) -> Iterator[str | CallDelta]:
         if self._parser is None:
@@ -132,16 +136,14 @@ class ChatWriter:
             yield from self._parser.finish()
 
     def _chunk(
-        self,
-        delta: dict[str, Any],
-        logprobs: dict[str, Any] | None = None,
-        finish_reason: str | None = None,
+        self, delta: dict[str, Any], logprobs: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         return {
             "index": self._output.index,
             "delta": delta,
             "logprobs": logprobs,
-            "finish_reason": finish_reason,
+            "finish_reason": None,
+            "stop_reason": None,
         }
 
     def _call(self, call: CallDelta) -> dict[str, Any]:

@@ -71,13 +71,13 @@ class CompletionWriter:
         prompt, choice = self._prompt(), self._choice
         if self._body.only_echoes:
             choice.token_ids.clear()
-            return self._chunk(prompt["text"], prompt["logprobs"], "length")
+            return self._chunk(prompt["text"], prompt["logprobs"]) | {"finish_reason": "length"}
         logprobs = None
         if self._body.logprobs is not None:
             logprobs = self._logprobs.add(choice.logprobs)
             if prompt["logprobs"] is not None:
                 logprobs = joined(prompt["logprobs"], logprobs)
-        return self._chunk(prompt["text"] + choice.text, logprobs, choice.finish_reason)
+        return self._chunk(prompt["text"] + choice.text, logprobs, choice)
 
     def begin(self) -> Iterator[dict[str, Any]]:
         """Nothing: an echoed prompt's log-probabilities are not there before the first token."""
@@ -88,12 +88,12 @@ class CompletionWriter:
         if not self._is_prompt_told:
             self._is_prompt_told = True
             prompt = self._prompt()
-            yield self._chunk(prompt["text"], prompt["logprobs"], None)
+            yield self._chunk(prompt["text"], prompt["logprobs"])
         logprobs = None
         if self._body.logprobs is not None:
             logprobs = self._logprobs.add(delta.logprobs)
         if delta.text or delta.logprobs or delta.finish_reason is not None:
-            yield self._chunk(delta.text, logprobs, delta.finish_reason)
+            yield self._chunk(delta.text, logprobs, delta)
 
     def _prompt(self) -> dict[str, Any]:
         if not self._body.echo:
@@ -109,10 +109,13 @@ class CompletionWriter:
             logprobs = joined(first, self._logprobs.add(output.prompt_logprobs))
         return {"text": text, "logprobs": logprobs}
 
-    def _chunk(self, text: str, logprobs: Any, finish_reason: str | None) -> dict[str, Any]:
+    def _chunk(
+        self, text: str, logprobs: Any, told: CompletionOutput | TextDelta | None = None
+    ) -> dict[str, Any]:
         return {
             "index": self._index,
             "text": text,
             "logprobs": logprobs,
-            "finish_reason": finish_reason,
+            "finish_reason": told and told.finish_reason,
+            "stop_reason": told and told.stop_reason,
         }
