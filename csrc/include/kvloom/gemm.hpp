@@ -130,7 +130,10 @@ inline Lookahead look_ahead(const Gemm& gemm, const GemmRange& range, int panel,
   if (tiles > kMaxTiles) return {start, 0};
   const bool is_alone = tiles == 1 && !is_dequantised(gemm);
   const size_t unit_bytes = bytes * static_cast<size_t>(unit_panels(gemm.epilogue.kind));
-  const size_t alone_ahead = gemm.rows.num_rows <= 2 ? kFewRowsAhead : kManyRowsAhead;
+  // Of narrow strips the first leaves half of the panel's bytes for the second to ask for.
+  const size_t many_rows_ahead =
+      kManyRowsAhead + (gemm.rows.format == RowFormat::S8 ? bytes / 2 : 0);
+  const size_t alone_ahead = gemm.rows.num_rows <= 2 ? kFewRowsAhead : many_rows_ahead;
   const size_t ahead = is_alone ? alone_ahead : unit_bytes + bytes * index / tiles;
   if (start + ahead + 2 * kCacheLineBytes >= end) return {start, 0};
   const size_t wanted_bytes = std::min(bytes / tiles, end - start - ahead);

@@ -91,20 +91,25 @@ inline void finish_gated_tile(const PackedWeight& weight, const Epilogue& epilog
   constexpr int kHalf = kPanelOutputs / 2;
   const int size = weight.num_outputs / 2;
   const int first = products.panel * kHalf;
+  const int num_panels = unit_panels(epilogue.kind);
+  // All rows first: to pack one is a chain of dependent steps, and they overlap best by themselves.
+  float gated[kMaxTileRows][kMaxUnitPanels * kHalf];
+  for (int r = 0; r < products.num_rows; ++r) {
+    for (int i = 0; i < num_panels; ++i) {
+      gate(epilogue.activation, products.y[i][r], gated[r] + i * kHalf);
+    }
+  }
   // As many rows are packed as are multiplied, in the same tiles.
   RowPlace place{epilogue.packed.format, tile_at(epilogue.packed, products.first_row),
                  products.num_rows, 0};
   for (int r = 0; r < products.num_rows; ++r) {
-    float gated[kMaxUnitPanels * kHalf];
-    gate(epilogue.activation, products.y[0][r], gated);
     if (epilogue.kind == EpilogueKind::GatedStore) {
       const size_t row = static_cast<size_t>(products.first_row + r);
       float* out = epilogue.out + epilogue.out_stride * row + first;
-      write_outputs(out, gated, std::min(kHalf, size - first), false);
+      write_outputs(out, gated[r], std::min(kHalf, size - first), false);
     } else {
-      gate(epilogue.activation, products.y[1][r], gated + kHalf);
       place.row_in_tile = r;
-      pack_row_group(place, first / kGroupInputs, gated);
+      pack_row_group(place, first / kGroupInputs, gated[r]);
     }
   }
 }

@@ -1,6 +1,7 @@
 // The inner loops of the GEMM: one tile of rows times one panel of 32 outputs.
 //
-// A strip is what one call of a leaf computes: kRows rows x kVectors vectors of outputs. Its sums
+// A strip is what one call of a leaf computes: kRows rows x kVectors vectors of outputs; it returns
+// what its lookahead has come to. Its sums
 // are a local array, all loops over it are unrolled and nothing takes its address, or the compiler
 // would keep it in memory. Every shape of strip does the same arithmetic for an output, so that a
 // row's result does not depend on the rows beside it.
@@ -20,16 +21,22 @@
 
 namespace kvloom {
 
-// Weights to bring near while a tile is computed: two cache lines, then `step` bytes further, for
-// each 128 bytes of the panel. Addresses as integers, since they need not be in any array.
+// Weights to bring near while a tile is computed: `step` bytes for each 128 bytes of the panel.
+// Addresses as integers, since they need not be in any array.
 struct Lookahead {
   uintptr_t next = 0;
   uintptr_t step = 0;
 
+  // For kVectors x kLanes outputs and 4 bytes of each. All strips of a panel ask, each for its
+  // share, or the memory would rest while the others are computed.
+  template <int kVectors>
   KVLOOM_INLINE void advance() {
-    prefetch_l2(reinterpret_cast<const void*>(next));
-    prefetch_l2(reinterpret_cast<const void*>(next + kCacheLineBytes));
-    next += step;
+    constexpr uintptr_t kBytes = 4 * kVectors * kLanes;
+    KVLOOM_UNROLL
+    for (uintptr_t at = 0; at < kBytes; at += kCacheLineBytes) {
+      prefetch_l2(reinterpret_cast<const void*>(next + at));
+    }
+    next += step / (4 * kPanelOutputs / kBytes);
   }
 };
 
@@ -60,13 +67,13 @@ struct F32Kernel {
   static constexpr int num_vectors(int rows) { return dense_vectors(rows); }
 
   template <int kRows, int kVectors>
-  KVLOOM_LEAF void strip(const TileArgs& args) {
+  KVLOOM_LEAF uintptr_t strip(const TileArgs& args) {
     vf32 sums[kRows][kVectors] = {};
     const uint8_t* x = args.rows;
     const uint8_t* w = args.panel + 4 * args.first_output;
     Lookahead ahead = args.ahead;
     for (int k = args.num_groups * kGroupInputs; k > 0; --k) {
-      ahead.advance();
+      ahead.advance<kVectors>();
       vf32 weights[kVectors];
       KVLOOM_UNROLL
       for (int v = 0; v < kVectors; ++v) weights[v] = as_f32(load_i32(w + 4 * v * kLanes));
@@ -80,6 +87,7 @@ struct F32Kernel {
       x += 4 * kRows;
     }
     store_strip<kRows, kVectors>(args.y + args.first_output, sums);
+    return ahead.next;
   }
 };
 
@@ -87,13 +95,13 @@ struct BF16Kernel {
   static constexpr int num_vectors(int rows) { return dense_vectors(rows); }
 
   template <int kRows, int kVectors>
-  KVLOOM_LEAF void strip(const TileArgs& args) {
+  KVLOOM_LEAF uintptr_t strip(const TileArgs& args) {
     vf32 sums[kRows][kVectors] = {};
     const uint8_t* x = args.rows;
     const uint8_t* w = args.panel + 4 * args.first_output;
     Lookahead ahead = args.ahead;
     for (int pair = args.num_groups * (kGroupInputs / 2); pair > 0; --pair) {
-      ahead.advance();
+      ahead.advance<kVectors>();
       vi32 weights[kVectors];
       KVLOOM_UNROLL
       for (int v = 0; v < kVectors; ++v) weights[v] = load_i32(w + 4 * v * kLanes);
@@ -107,6 +115,7 @@ struct BF16Kernel {
       x += 4 * kRows;
     }
     store_strip<kRows, kVectors>(args.y + args.first_output, sums);
+    return ahead.next;
   }
 };
 
@@ -137,7 +146,7 @@ KVLOOM_INLINE void add_nibble_dots(const uint8_t* w, const uint8_t* x,
                                    vi32 (&dots)[kRows][kVectors], Lookahead& ahead) {
   KVLOOM_UNROLL
   for (int quad = 0; quad < kQuadsPerGroup / 2; ++quad) {
-    ahead.advance();
+    ahead.advance<kVectors>();
     vi32 low[kVectors], high[kVectors];
     KVLOOM_UNROLL
     for (int v = 0; v < kVectors; ++v) {
@@ -164,7 +173,7 @@ KVLOOM_INLINE void add_byte_dots(const uint8_t* w, const uint8_t* x, vi32 (&dots
                                  Lookahead& ahead) {
   KVLOOM_UNROLL
   for (int quad = 0; quad < kQuadsPerGroup; ++quad) {
-    ahead.advance();
+    ahead.advance<kVectors>();
     vi32 codes[kVectors];
     KVLOOM_UNROLL
     for (int v = 0; v < kVectors; ++v) {
@@ -186,7 +195,7 @@ struct Q8Kernel {
   static constexpr int num_vectors(int rows) { return quantised_vectors(rows); }
 
   template <int kRows, int kVectors>
-  KVLOOM_LEAF void strip(const TileArgs& args) {
+  KVLOOM_LEAF uintptr_t strip(const TileArgs& args) {
     vf32 sums[kRows][kVectors] = {};
     const uint8_t* x = args.rows;
     const uint8_t* w = args.panel + 4 * args.first_output;
@@ -215,6 +224,7 @@ struct Q8Kernel {
       x += kS8GroupBytes * kRows;
     }
     store_strip<kRows, kVectors>(args.y + args.first_output, sums);
+    return ahead.next;
   }
 };
 
@@ -223,7 +233,7 @@ struct Q4Kernel {
   static constexpr int num_vectors(int rows) { return quantised_vectors(rows); }
 
   template <int kRows, int kVectors>
-  KVLOOM_LEAF void strip(const TileArgs& args) {
+  KVLOOM_LEAF uintptr_t strip(const TileArgs& args) {
     vf32 sums[kRows][kVectors] = {};
     const uint8_t* x = args.rows;
     const uint8_t* w = args.panel + 4 * args.first_output;
@@ -233,7 +243,7 @@ struct Q4Kernel {
       vi32 dots[kRows][kVectors];
       start_sums<kRows, kVectors>(dots);
       add_nibble_dots<kRows, kVectors>(w, x, dots, ahead);
-      ahead.advance();
+      ahead.advance<kVectors>();
       const uint8_t* scales_x = x + kGroupInputs * kRows;
       vf32 d[kVectors], m[kVectors];
       KVLOOM_UNROLL
@@ -256,6 +266,7 @@ struct Q4Kernel {
       x += kS8GroupBytes * kRows;
     }
     store_strip<kRows, kVectors>(args.y + args.first_output, sums);
+    return ahead.next;
   }
 };
 
@@ -265,8 +276,7 @@ void run_tile(const TileArgs& args) {
   constexpr int kVectors = Kernel::num_vectors(kRows);
   TileArgs strip = args;
   for (; strip.first_output < kPanelOutputs; strip.first_output += kVectors * kLanes) {
-    Kernel::template strip<kRows, kVectors>(strip);
-    strip.ahead.step = 0;  // the first strip has asked for all of it
+    strip.ahead.next = Kernel::template strip<kRows, kVectors>(strip);
   }
 }
 
