@@ -108,3 +108,8 @@ def test_a_profile_is_printed_saved_and_used(folder, tmp_path, capsys):
     data = json.loads(capsys.readouterr().out)
     assert data["num_failed"] == 0
     assert data["per_token"]["p50"] > saved.decode_seconds[0][1] / 2
+
+
+def test_drafts_are_refused(folder, capsys):
+    assert main(["bench", "--model", str(folder), "--num-draft-tokens", "2"]) == 1
+    assert "leave out --num-draft-tokens" in capsys.readouterr().err

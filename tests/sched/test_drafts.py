@@ -167,6 +167,14 @@ def test_drafts_leave_a_token_of_the_budget_to_everybody(setup, fresh):
     assert output.scheduled_spec_decode_tokens.keys() == {"a"}
 
 
+def test_a_request_has_no_more_tokens_with_drafts_than_a_step_gives_to_one(setup, fresh):
+    s = setup(speculation=(Guesser(), 6), prefill_segment=4)
+    for name in "abcdef":
+        s.add(name, fresh(2), max_tokens=50)
+    s.step()
+    assert set(s.schedule().num_scheduled_tokens.values()) == {4}
+
+
 def test_drafts_and_scored_prompts_share_the_rows_of_logits(setup, fresh):
     s = setup(speculation=(Guesser(), 60))
     for name in "abcdef":

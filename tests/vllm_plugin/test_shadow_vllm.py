@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ class Setup:
     has_two_processes: bool = False
     is_hybrid: bool = True  # else layers that see less keep all blocks
     is_v2: bool = False  # vLLM sends a preempted request anew
-    num_drafts: int = 0
+    num_drafts: int = field(default=0, repr=False)  # what repr has is the seed
 
 
 SETUPS = [

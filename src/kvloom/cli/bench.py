@@ -48,6 +48,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.rounds < 1:
         raise ConfigError(f"rounds is {args.rounds}; give at least 1")
+    if args.num_draft_tokens:
+        raise ConfigError("a profile is of steps without drafts; leave out --num-draft-tokens")
     profile = measure_profile(EngineConfig.from_options(engine_options(args)), args.rounds)
     if args.save_profile is not None:
         profile.save(Path(args.save_profile))

@@ -50,8 +50,11 @@ class StepBuilder:
 
     def num_fitting_drafts(self, num_kept_tokens: int) -> int:
         """How many drafts of one request fit beside `num_kept_tokens` known tokens."""
-        most = min(self.num_free_tokens, self.max_num_tokens_per_req)
-        return min(most - num_kept_tokens, self.num_free_rows)
+        return min(
+            self.num_free_tokens - num_kept_tokens,
+            self.max_num_tokens_per_req - 1,  # its last known token comes with them
+            self.num_free_rows,
+        )
 
     def add_new(self, request: Request, num_tokens: int, block_ids: BlockIds) -> None:
         """Schedule a request that workers have not seen; `block_ids` is its whole table."""
