@@ -240,6 +240,23 @@ def test_drafts_change_figures_and_no_text(capsys: pytest.CaptureFixture[str], t
     assert_one_line(capsys.readouterr().err, "give at least min_ngram_tokens, which is 2")
 
 
+def test_answers_keep_to_a_schema_or_an_expression(
+    capsys: pytest.CaptureFixture[str], tiny: str, tmp_path: Path
+):
+    args = ["generate", "hi", "--model", tiny, "--max-tokens", "40"]
+    assert main([*args, "--regex", "(ab|cd){4}"]) == 0
+    assert re.fullmatch("(ab|cd){4}\n", capsys.readouterr().out)
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"enum": ["one", 2]}')
+    assert main([*args, "--json-schema", str(schema)]) == 0
+    assert capsys.readouterr().out in ('"one"\n', "2\n")
+    schema.write_text('{"type": "nothing"}')
+    assert main([*args, "--json-schema", str(schema)]) == 1
+    assert_one_line(capsys.readouterr().err, "Invalid type: nothing")
+    assert main([*args, "--json-schema", str(tmp_path / "missing.json")]) == 1
+    assert_one_line(capsys.readouterr().err, "missing.json cannot be read")
+
+
 def test_verbose_names_what_runs(tmp_path: Path):
     """The native backend needs heads of multiples of 16."""
     model = make_tiny_folder(tmp_path, head_dim=16)

@@ -141,7 +141,7 @@ def test_the_final_message_goes_on(live: LiveServer) -> None:
         ({"max_completion_tokens": 10**6}, "max_completion_tokens"),
         ({"max_tokens": 1, "max_completion_tokens": 1}, "max_tokens"),
         ({"top_logprobs": 2}, "top_logprobs"),
-        ({"response_format": {"type": "json_object"}}, "response_format.type"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "auto"}, "tool_choice"),

@@ -9,13 +9,14 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvloom.cli.options import add_engine_arguments, engine_options
 from kvloom.errors import RequestError
 
 if TYPE_CHECKING:
-    from kvloom import LLM
+    from kvloom import LLM, StructuredOutputs
     from kvloom.engine.outputs import TextDelta
 
 _SAMPLING_OPTIONS = (
@@ -104,6 +105,13 @@ def _add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--ignore-eos", action="store_true", help="go on where the model ends its answer"
     )
+    structured = group.add_mutually_exclusive_group()
+    structured.add_argument(
+        "--json-schema", type=Path, metavar="FILE", help="answer in JSON that this schema allows"
+    )
+    structured.add_argument(
+        "--regex", metavar="REGEX", help="answer with a match of this regular expression"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -116,7 +124,10 @@ def run(args: argparse.Namespace) -> int:
     prompt = _read_stdin() if args.prompt == "-" else args.prompt
     _require_unicode("prompt", [prompt])
     _require_unicode("stop", args.stop)
-    params = SamplingParams(**{name: getattr(args, name) for name in _SAMPLING_OPTIONS})
+    params = SamplingParams(
+        **{name: getattr(args, name) for name in _SAMPLING_OPTIONS},
+        structured_outputs=_structured_outputs(args),
+    )
     imported = time.perf_counter()
     llm = LLM(**engine_options(args))
     is_chat = llm.tokenizer.has_chat_template if args.chat is None else args.chat
@@ -128,6 +139,19 @@ def run(args: argparse.Namespace) -> int:
         phases = {"import": imported - start, **llm.stats.phase_seconds}
         _print_phases(phases, timing.first - ready, timing.first - start)
     return 0
+
+
+def _structured_outputs(args: argparse.Namespace) -> StructuredOutputs | None:
+    from kvloom import StructuredOutputs
+
+    if args.regex is not None:
+        return StructuredOutputs(regex=args.regex)
+    if args.json_schema is None:
+        return None
+    try:
+        return StructuredOutputs(json=args.json_schema.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError("json_schema", f"{args.json_schema} cannot be read: {error}") from None
 
 
 def _read_stdin() -> str:

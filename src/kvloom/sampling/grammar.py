@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # Between two parts of a JSON text: nothing, a space, or a new line and its indentation. Without a
 # bound a model may write white space until it runs out of tokens.
 _WHITE_SPACE = r" |\n[ \t]{0,40}"
-_JSON_OPTIONS: JsonCompileOptions = {
+JSON_OPTIONS: JsonCompileOptions = {
     "whitespace_pattern": _WHITE_SPACE,
     "lenient": False,  # a keyword that is not enforced is an error
     "coerce_one_of": False,
@@ -38,7 +38,7 @@ def to_llguidance(kind: str, source: str) -> str:
     from llguidance import LLMatcher
 
     if kind == "json":
-        return LLMatcher.grammar_from_json_schema(source, overrides=_JSON_OPTIONS)
+        return LLMatcher.grammar_from_json_schema(source, overrides=JSON_OPTIONS)
     if kind == "regex":
         return LLMatcher.grammar_from_regex(source)
     if kind == "choice":

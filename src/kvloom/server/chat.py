@@ -10,6 +10,8 @@ from kvloom.engine.inputs import PreparedPrompt
 from kvloom.engine.outputs import CompletionOutput, TextDelta
 from kvloom.errors import KvloomError, RequestError
 from kvloom.request import SamplingParams
+from kvloom.server.chat_parts import NamedTool
+from kvloom.server.forced_calls import forced_calls
 from kvloom.server.logprobs import chat_logprobs
 from kvloom.server.replies import Reply, header_of
 from kvloom.server.schema import ChatRequest
@@ -26,7 +28,7 @@ async def start_chat(state: ServerState, body: ChatRequest, request_id: str) -> 
     """
     llm = state.engine_for(body.model)
     tool_format = _tool_format(llm, body)
-    params = body.params(keeps_special_tokens=tool_format is not None)
+    params = _params(body, tool_format)
     release = state.take_seats(body.num_choices, "n")
     try:
         prompt = await prepare_chat(llm, body, params)
@@ -42,18 +44,33 @@ async def start_chat(state: ServerState, body: ChatRequest, request_id: str) -> 
     return Reply(header, "chat.completion.chunk", stream, writers, len(writers), release)
 
 
+def _params(body: ChatRequest, tool_format: ToolFormat | None) -> SamplingParams:
+    calls = None
+    if tool_format is not None and body.forces_calls:
+        is_single = isinstance(body.tool_choice, NamedTool)
+        calls = forced_calls(tool_format.style, body.callable_functions, is_single)
+    return body.params(keeps_special_tokens=tool_format is not None, calls=calls)
+
+
 async def prepare_chat(llm: AsyncLLM, body: ChatRequest, params: SamplingParams) -> PreparedPrompt:
     """Render and tokenise the messages; whatever fails in it is the messages' fault."""
     messages = [message.for_template for message in body.messages]
     try:
         return await llm.prepare_chat(messages, params, body.options())
     except RequestError as error:
-        has_other_name = error.field == "max_tokens" and body.max_tokens is None
-        field = "max_completion_tokens" if has_other_name else error.field
-        field = "messages" if field == "prompt" else field
+        field = _name_here(error.field, body)
         raise RequestError(field, str(error).removeprefix(f"{error.field}: ")) from error
     except KvloomError as error:
         raise RequestError("messages", str(error)) from error
+
+
+def _name_here(field: str, body: ChatRequest) -> str:
+    """What a parameter of the engine is called in a chat's body."""
+    if field == "max_tokens" and body.max_tokens is None:
+        return "max_completion_tokens"
+    if field.startswith("structured_outputs"):
+        return "tools" if body.forces_calls else "response_format"
+    return "messages" if field == "prompt" else field
 
 
 def _tool_format(llm: AsyncLLM, body: ChatRequest) -> ToolFormat | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from kvloom.errors import RequestError
 from kvloom.request import MAX_LOGPROBS, MAX_PRIORITY, SamplingParams
+from kvloom.server.chat_parts import Message, NamedTool, ResponseFormat, StrictModel, Tool
+from kvloom.structured_outputs import StructuredOutputs
 from kvloom.tokenizer import ChatOptions
 
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -17,12 +18,6 @@ Number = Annotated[float, Field(ge=-1e9, le=1e9)]
 
 _MAX_STOPS = 64  # each is looked for at every token
 _LEGACY_MAX_TOKENS = 16  # of /v1/completions, as OpenAI has it
-
-
-class StrictModel(BaseModel):
-    """Takes JSON's types as they are."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class StreamOptions(StrictModel):
@@ -163,100 +158,6 @@ class CompletionRequest(SamplingFields):
         )
 
 
-class TextPart(StrictModel):
-    """A part of a message's content."""
-
-    type: Literal["text"]
-    text: str
-
-
-class FunctionCall(StrictModel):
-    """What the model called: `arguments` is a JSON object as a text."""
-
-    name: str
-    arguments: str
-
-    @property
-    def decoded(self) -> Any:
-        """The arguments as an object, as chat templates expect them."""
-        return json.loads(self.arguments)
-
-    @field_validator("arguments")
-    @classmethod
-    def _is_object(cls, text: str) -> str:
-        try:
-            is_object = isinstance(json.loads(text), dict)
-        except (ValueError, RecursionError):
-            is_object = False
-        if not is_object:
-            raise ValueError("it is not a JSON object written as a text")
-        return text
-
-
-class ToolCall(StrictModel):
-    """A call in an earlier answer."""
-
-    id: str
-    type: Literal["function"] = "function"
-    function: FunctionCall
-
-
-class Message(StrictModel):
-    """One message of a conversation. `refusal` is only there so that answers may be sent back."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
-    name: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
-    refusal: None = None
-
-    @property
-    def for_template(self) -> dict[str, Any]:
-        """As chat templates know messages."""
-        content = self.content
-        if isinstance(content, list):
-            content = "".join(part.text for part in content)
-        message: dict[str, Any] = {
-            "role": "system" if self.role == "developer" else self.role,
-            "content": content,
-        }
-        if self.tool_calls:
-            message["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": call.type,
-                    "function": {"name": call.function.name, "arguments": call.function.decoded},
-                }
-                for call in self.tool_calls
-            ]
-        for key in ("name", "tool_call_id"):
-            if getattr(self, key) is not None:
-                message[key] = getattr(self, key)
-        return message
-
-
-class FunctionDefinition(StrictModel):
-    """A function the model may call; `parameters` is a JSON schema."""
-
-    name: str = Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.-]+$")
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-
-
-class Tool(StrictModel):
-    """A tool the model may use."""
-
-    type: Literal["function"]
-    function: FunctionDefinition
-
-
-class TextFormat(StrictModel):
-    """Free text; JSON formats are not supported yet."""
-
-    type: Literal["text"]
-
-
 class ChatRequest(SamplingFields):
     """POST /v1/chat/completions."""
 
@@ -264,9 +165,9 @@ class ChatRequest(SamplingFields):
     max_completion_tokens: Int64 | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    response_format: TextFormat | None = None
+    response_format: ResponseFormat | None = None
     tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: Literal[True] | None = None
     documents: list[dict[str, Any]] | None = Field(
         None, description="extra: texts for chat templates that know documents"
@@ -280,18 +181,59 @@ class ChatRequest(SamplingFields):
             raise RequestError("top_logprobs", "set logprobs to true to get them")
         if None not in (self.max_tokens, self.max_completion_tokens):
             raise RequestError("max_tokens", "give it or max_completion_tokens, not both")
-        if self.tool_choice == "auto" and not self.tools:
-            raise RequestError("tool_choice", "there are no tools to choose from")
+        self._check_tools()
         return self
+
+    def _check_tools(self) -> None:
+        names = [tool.function.name for tool in self.tools or ()]
+        choice = self.tool_choice
+        if choice not in (None, "none") and not names:
+            raise RequestError("tool_choice", "there are no tools to choose from")
+        if len(set(names)) < len(names):
+            raise RequestError("tools", "two functions have one name")
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
+            raise RequestError("tool_choice.function.name", f"the tools are: {', '.join(names)}")
+        if not self.uses_tools:
+            return
+        if self.response_format is not None and self.response_format.type != "text":
+            raise RequestError(
+                "response_format", "an answer that may call tools is text; set tool_choice to none"
+            )
+        if not self.forces_calls and any(tool.function.strict for tool in self.tools or ()):
+            raise RequestError(
+                "tools", "only calls that tool_choice forces can be strict; leave strict out"
+            )
 
     @property
     def uses_tools(self) -> bool:
         """Whether the model is offered tools."""
         return bool(self.tools) and self.tool_choice != "none"
 
-    def params(self, *, keeps_special_tokens: bool) -> SamplingParams:
-        """The engine's parameters; some models write calls with special tokens."""
+    @property
+    def forces_calls(self) -> bool:
+        """Whether the answer must consist of calls."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
+    @property
+    def callable_functions(self) -> dict[str, dict[str, Any] | None]:
+        """Parameters of the functions that may be called, by name."""
+        choice = self.tool_choice
+        return {
+            tool.function.name: tool.function.parameters
+            for tool in self.tools or ()
+            if not isinstance(choice, NamedTool) or choice.function.name == tool.function.name
+        }
+
+    def params(
+        self, *, keeps_special_tokens: bool, calls: StructuredOutputs | None = None
+    ) -> SamplingParams:
+        """The engine's parameters; some models write calls with special tokens.
+
+        `calls` are those that the answer must consist of.
+        """
+        wanted = self.response_format
         return self.sampling_params(
+            structured_outputs=calls or (wanted and wanted.structured_outputs),
             max_tokens=self.max_tokens
             if self.max_tokens is not None
             else self.max_completion_tokens,

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from kvloom.server.forced_calls import STYLES, CallStyle
+
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
@@ -43,10 +45,11 @@ class ToolParser(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a family of models writes calls."""
+    """How a family of models writes calls; `style` is for those that it must write."""
 
     name: str
     parser: Callable[[], ToolParser]
+    style: CallStyle
 
 
 class _Content:
@@ -201,9 +204,13 @@ def _read_mistral(text: str) -> list[CallDelta] | None:
 
 
 FORMATS = {
-    "hermes": ToolFormat("hermes", HermesParser),
-    "llama3": ToolFormat("llama3", lambda: TailParser(_find_llama3, _read_llama3)),
-    "mistral": ToolFormat("mistral", lambda: TailParser(_find_mistral, _read_mistral)),
+    "hermes": ToolFormat("hermes", HermesParser, STYLES["hermes"]),
+    "llama3": ToolFormat(
+        "llama3", lambda: TailParser(_find_llama3, _read_llama3), STYLES["llama3"]
+    ),
+    "mistral": ToolFormat(
+        "mistral", lambda: TailParser(_find_mistral, _read_mistral), STYLES["mistral"]
+    ),
 }
 
 
