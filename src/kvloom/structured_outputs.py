@@ -16,6 +16,8 @@ class StructuredOutputs:
 
     Attributes:
         json: JSON that this JSON schema allows. A keyword that cannot be enforced is refused.
+            Numbers are decimals, as JSON Schema says: -17.0000000000000001 is less than -17, though
+            a reader that rounds to 64 bits finds them equal.
         json_object: any JSON object.
         regex: a match, from beginning to end, in the syntax of Rust's regex crate.
         choice: one of these strings.

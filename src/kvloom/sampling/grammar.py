@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # Between two parts of a JSON text: nothing, a space, or a new line and its indentation. Without a
 # bound a model may write white space until it runs out of tokens.
-_WHITE_SPACE = r" |\n[ \t]{0,40}"
+_WHITE_SPACE = r" |\n[ \t]{0,20}"
 JSON_OPTIONS: JsonCompileOptions = {
     "whitespace_pattern": _WHITE_SPACE,
     "lenient": False,  # a keyword that is not enforced is an error
