@@ -120,7 +120,7 @@ def test_forced_calls(tool_server: LiveServer) -> None:
     schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
     named: Any = {"type": "function", "function": {"name": "pick"}}
     for choice in (named, "required"):
-        answer = create(tool_server, tools=tools, tool_choice=choice, n=3, max_tokens=120)
+        answer = create(tool_server, tools=tools, tool_choice=choice, n=6, max_tokens=200)
         finished = [c for c in answer.choices if c.finish_reason != "length"]
         assert finished
         for one in finished:
