@@ -30,6 +30,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "chunks": {"block_size": 4, "num_blocks": 600, "max_num_batched_tokens": 7},
     "few seats": {"block_size": 4, "num_blocks": 600, "max_num_seqs": 3},
     "async": {"block_size": 4, "num_blocks": 600, "has_async_stepping": True},
+    "drafts": {"block_size": 4, "num_blocks": 600, "num_draft_tokens": 3},
     "two ranks": {"block_size": 4, "num_blocks": 600, "tensor_parallel_size": 2},
 }
 
@@ -77,8 +78,13 @@ def end(llm: LLM) -> None:
     llm.shutdown()
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("name", BEAM_MODELS)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((name, "roomy") for name in BEAM_MODELS),
+        *(("windows", o) for o in OPTIONS if o != "roomy"),
+    ],
+)
 def test_sequences_and_scores_are_those_of_transformers(name, options, tmp_path):
     llm = make_llm(make_beam_folder(name, tmp_path), OPTIONS[options])
     for case, expected in cases_of(name):

@@ -33,6 +33,7 @@ POOLS: dict[str, dict[str, Any]] = {
     "tight": {"is_tight": True},
     "tight, no prefix cache": {"is_tight": True, "has_prefix_cache": False},
     "async": {"has_async_stepping": True},
+    "drafts": {"num_draft_tokens": 3},
     "two ranks": {"tensor_parallel_size": 2},
 }
 PARAMS = SamplingParams(n=4, seed=5, max_tokens=12, ignore_eos=True, presence_penalty=1.0)

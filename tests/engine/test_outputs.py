@@ -7,7 +7,9 @@ import pytest
 from kvloom.engine.inputs import PreparedPrompt
 from kvloom.engine.outputs import Generation, TextDelta
 from kvloom.request import Request, ResolvedSamplingParams
+from kvloom.sched.stop import check_stop
 from kvloom.step import RequestEvent, TokenLogprobs
+from stop_cases import CASE_9, ByteDecoder, byte_pieces
 
 
 class Letters:
@@ -77,6 +79,46 @@ def test_a_stop_token_is_text_only_on_request(is_kept: bool, text: str) -> None:
     generation.push(RequestEvent("r0", [0, 2], finish_reason="stop", stop_reason=2))
     [choice] = generation.output.outputs
     assert (choice.text, choice.token_ids, choice.stop_reason) == (text, [0, 2], 2)
+
+
+class ByteTokenizer(ByteDecoder):
+    """Token ids are indices; "E" is the end-of-sequence token."""
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        return frozenset(i for i, piece in enumerate(self.pieces) if piece is None)
+
+
+@pytest.mark.parametrize(("texts", "stop", "prompt", "text", "forbidden", "num_tokens"), CASE_9)
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_case_9(texts, stop, prompt, text, forbidden, num_tokens, is_streamed) -> None:
+    """Text, finish and stop reason, and tokens consumed, one token a step, by the stop rules."""
+    tokenizer = ByteTokenizer(byte_pieces([*texts, *prompt]))
+    prompt_ids = list(range(len(texts), len(tokenizer.pieces))) or [0]
+    params = ResolvedSamplingParams(
+        seed=0,
+        max_tokens=len(texts),
+        stop=() if stop is None else (stop,),
+        eos_token_ids=tokenizer.eos_token_ids,
+    )
+    request = Request("r", prompt_ids, params)
+    generation = Generation(tokenizer, PreparedPrompt(None, prompt_ids), [request])
+    deltas: list[TextDelta] = []
+    while not generation.output.is_finished:
+        request.token_ids.append(request.num_output_tokens)
+        stopped = check_stop(request, 1000)
+        reason = None if stopped is None else stopped.status.value
+        generation.push(RequestEvent("r", request.token_ids[-1:], finish_reason=reason))
+        deltas += generation.take_deltas() if is_streamed else []
+    deltas += generation.take_deltas()
+    [choice] = generation.output.outputs
+    is_stop_string = stop is not None and text in ("ab", "a")
+    has_ended = is_stop_string or texts[num_tokens - 1] == "E"
+    assert choice.text == "".join(delta.text for delta in deltas) == text
+    assert choice.finish_reason == deltas[-1].finish_reason == ("stop" if has_ended else "length")
+    assert choice.stop_reason == deltas[-1].stop_reason == (stop if is_stop_string else None)
+    assert len(choice.token_ids) == num_tokens
+    assert not any(char in delta.text for char in forbidden for delta in deltas)
 
 
 def test_log_probabilities_of_the_prompt_alone_are_no_delta() -> None:

@@ -164,4 +164,5 @@ def plain(output: SchedulerOutput) -> tuple[Any, ...]:
         output.num_scheduled_tokens,
         output.num_common_prefix_blocks,
         output.finished_req_ids,
+        output.block_copies,
     )

@@ -105,7 +105,10 @@ class KVCacheManager:
 
     @property
     def stats(self) -> CacheStats:
-        """Blocks, and prompt tokens looked up and found in the prefix cache."""
+        """Blocks, and prompt tokens looked up and found in the prefix cache.
+
+        A fork has looked its prompt up and found what it shares; a beam asks for nothing.
+        """
         return CacheStats(
             self._pool.num_usable_blocks,
             self._pool.num_used_blocks,
