@@ -12,6 +12,7 @@ from kvloom.config import AUTO, EngineConfig, resolve_block_size
 from kvloom.dtypes import DType
 from kvloom.errors import ConfigError, UnsupportedModelError
 from kvloom.kv.planner import make_kv_cache_spec
+from kvloom.kv.spec import KVCacheSpec
 from kvloom.models.base import Model, ModelDTypes
 from kvloom.models.parallel import TensorParallelRank
 from kvloom.models.registry import build_model
@@ -106,9 +107,8 @@ def _choose_torch(
     threads = config.device.num_threads
     backend = TorchBackend(device, dtypes.weights, None if threads == AUTO else threads)
     model = build_model(checkpoint.config, rank, dtypes, config.model.max_model_len)
-    for layer in model.get_kv_spec().layers:
-        if layer.shares_kv_with is None:
-            check_spec(make_kv_cache_spec(layer, block_size=1))
+    for spec in _stored_specs(model, block_size=1):
+        check_spec(spec)
     logger.info(
         "backend torch on %s: computed in %s, KV %s",
         backend.device,
@@ -127,8 +127,8 @@ def _choose_native(
     dtypes = resolve_file_dtypes(config, stored)
     model = build_model(checkpoint.config, rank, dtypes, config.model.max_model_len)
     block_size = resolve_block_size(config.cache.block_size, config.device.device)
-    for layer in model.get_kv_spec().layers:
-        if (problem := find_problem(make_kv_cache_spec(layer, block_size))) is not None:
+    for spec in _stored_specs(model, block_size):
+        if (problem := find_problem(spec)) is not None:
             raise ConfigError(f"the native backend {problem}; use backend reference")
     sampler = NativeSampler(backend.kernels, backend.team, model.vocab_size)
     weights_dtype = resolve_packed_dtype(config, dtypes)
@@ -140,6 +140,12 @@ def _choose_native(
         num_threads,
     )
     return BackendChoice(backend, model, sampler, weights_dtype)
+
+
+def _stored_specs(model: Model, block_size: int) -> list[KVCacheSpec]:
+    """Of the layers that store KV: what others share needs no look of its own."""
+    layers = model.get_kv_spec().layers
+    return [make_kv_cache_spec(one, block_size) for one in layers if one.shares_kv_with is None]
 
 
 def resolve_file_dtypes(
