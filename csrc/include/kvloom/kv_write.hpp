@@ -2,6 +2,7 @@
 // v stored.
 #pragma once
 
+#include <algorithm>
 #include <cstring>
 
 #include "kvloom/kv_layout.hpp"
@@ -220,12 +221,25 @@ inline void kv_write_token(const KVWriteArgs& args, int token) {
   if (args.k.first != nullptr && args.slots[token] >= 0) write_keys_and_values(args, token);
 }
 
+// Brings the lines near that a token's keys go to: each number, or dot product's worth of them, has
+// a line of its own, and they were last touched a step ago.
+// Inlined by force: see look_ahead_to_outputs in gemm_epilogue.hpp.
+KVLOOM_INLINE void look_ahead_to_keys(const KVWriteArgs& args, int token) {
+  if (args.k.first == nullptr || args.slots[token] < 0) return;
+  const KVLayout& layout = args.layout;
+  const int64_t block = args.slots[token] / layout.block_size;
+  const int offset = static_cast<int>(args.slots[token] % layout.block_size);
+  for (int h = 0; h < layout.num_kv_heads; ++h) {
+    const char* keys = sub_block(layout, args.storage, block, h, offset);
+    for (size_t at = 0; at < layout.key_bytes(); at += kCacheLineBytes) prefetch_l2(keys + at);
+  }
+}
+
 inline void kv_write_run_item(const KVWriteArgs& args, int item) {
   const int first = item * kKVWriteTokens;
-  const int rest = args.num_tokens - first;
-  for (int i = 0; i < (rest < kKVWriteTokens ? rest : kKVWriteTokens); ++i) {
-    kv_write_token(args, first + i);
-  }
+  const int end = std::min(first + kKVWriteTokens, args.num_tokens);
+  for (int token = first; token < end; ++token) look_ahead_to_keys(args, token);
+  for (int token = first; token < end; ++token) kv_write_token(args, token);
 }
 
 }  // namespace kvloom
