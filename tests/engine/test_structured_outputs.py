@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import re
@@ -221,9 +222,31 @@ async def _one(llm: AsyncLLM, structured: StructuredOutputs) -> str:
     return output.outputs[0].text
 
 
-def test_async_llm(padded: Path):
-    import asyncio
+def test_slow_grammars_keep_no_prompt_waiting(padded: Path, monkeypatch: pytest.MonkeyPatch):
+    """More of them than `asyncio.to_thread` has threads, and one that is known."""
 
+    async def ask_all(llm: AsyncLLM, may_end: threading.Event) -> list[str]:
+        known = await _one(llm, StructuredOutputs(regex="zz"))
+        monkeypatch.setattr(llm._inputs._grammars, "_ask", lambda *source: slow(may_end))
+        params = [sampled(structured_outputs=StructuredOutputs(regex=f"a{i}")) for i in range(40)]
+        slow_ones = [asyncio.create_task(llm.generate("x", one)) for one in params]
+        await asyncio.sleep(0.05)
+        await asyncio.wait_for(llm.prepare("x", sampled()), 30)
+        llm._inputs.check_grammar(sampled(structured_outputs=StructuredOutputs(regex="zz")))
+        may_end.set()
+        outputs = await asyncio.gather(*slow_ones)
+        return [known, *(output.outputs[0].text for output in outputs)]
+
+    def slow(may_end: threading.Event) -> None:
+        assert may_end.wait(60)
+
+    llm = AsyncLLM(model=str(padded), num_blocks=200)
+    texts = asyncio.run(ask_all(llm, threading.Event()))
+    llm.shutdown()
+    assert texts == ["zz", *(f"a{i}" for i in range(40))]
+
+
+def test_async_llm(padded: Path):
     llm = AsyncLLM(model=str(padded), num_blocks=200)
     texts = asyncio.run(_one(llm, StructuredOutputs(choice=("left", "right"))))
     llm.shutdown()

@@ -18,6 +18,10 @@ def line(custom_id: str, url: str = "/v1/completions", **body: Any) -> dict[str,
     return {"custom_id": custom_id, "method": "POST", "url": url, "body": BODY | body}
 
 
+def json_format(keyword: str) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "one", "schema": {keyword: "ok"}}}
+
+
 def write(path: Path, lines: list[Any]) -> Path:
     path.write_text("".join(json.dumps(one) + "\n" for one in lines))
     return path
@@ -44,6 +48,8 @@ def test_answers_are_the_engine_s(tiny_folder: Path, tmp_path: Path) -> None:
         line("d", prompt="x", no_such=1),
         line("e", prompt="x", stream=True),
         line("f", prompt=["p"] * 3, n=2),
+        line("g", "/v1/chat/completions", messages=messages, response_format=json_format("const")),
+        line("h", "/v1/chat/completions", messages=messages, response_format=json_format("not")),
     ]
     output = tmp_path / "out.jsonl"
     assert run(tiny_folder, write(tmp_path / "in.jsonl", lines), output) == 1
@@ -55,12 +61,14 @@ def test_answers_are_the_engine_s(tiny_folder: Path, tmp_path: Path) -> None:
     llm.shutdown()
     assert answers["a"]["body"]["choices"][0]["text"] == expected.outputs[0].text
     assert answers["b"]["body"]["choices"][0]["message"]["content"] == chat.outputs[0].text
-    assert [answers[i]["status_code"] for i in "abcdef"] == [200, 200, 400, 400, 400, 200]
-    assert [answers[i]["body"]["error"]["param"] for i in "cde"] == [
+    assert [answers[i]["status_code"] for i in "abcdefg"] == [200, 200, 400, 400, 400, 200, 200]
+    assert [answers[i]["body"]["error"]["param"] for i in "cdeh"] == [
         "temperature",
         "no_such",
         "stream",
+        "response_format",
     ]
+    assert answers["g"]["body"]["choices"][0]["message"]["content"] == '"ok"'
     assert len(answers["f"]["body"]["choices"]) == 6
 
 

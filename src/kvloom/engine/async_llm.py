@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -120,6 +121,7 @@ class AsyncLLM:
         self._core = engine.core
         self._engine = EngineThread(engine.core)
         self._ids = itertools.count()
+        self._grammar_thread = ThreadPoolExecutor(1, "kvloom-grammar-check")
         self._num_open_choices = 0
         self._is_closed = False
 
@@ -180,6 +182,7 @@ class AsyncLLM:
 
     async def prepare(self, prompt: Prompt, params: SamplingParams) -> PreparedPrompt:
         """Check and tokenise a prompt, off the event loop."""
+        await self._check_grammar(params)
         return await asyncio.to_thread(self._inputs.prepare, prompt, params)
 
     async def prepare_chat(
@@ -189,8 +192,15 @@ class AsyncLLM:
         options: ChatOptions | None = None,
     ) -> PreparedPrompt:
         """Render and tokenise a conversation, off the event loop."""
+        await self._check_grammar(params)
         chosen = options or ChatOptions()
         return await asyncio.to_thread(self._inputs.prepare_chat, messages, params, chosen)
+
+    async def _check_grammar(self, params: SamplingParams) -> None:
+        """Slow grammars wait for each other, and not the prompts of other requests for them."""
+        if params.structured_outputs is not None:
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._grammar_thread, self._inputs.check_grammar, params)
 
     def submit(self, submission: Submission) -> RequestStream:
         """Start prompts that were prepared with the same parameters. Close the stream at last.
@@ -226,6 +236,7 @@ class AsyncLLM:
             self._is_closed = True
             self._engine.shutdown()
             self._core.shutdown()
+            self._grammar_thread.shutdown()
             self._inputs.shutdown()
 
     async def _collect(self, submission: Submission) -> RequestOutput:

@@ -78,7 +78,7 @@ class InputProcessor:
         return self._check(None, [_as_token_id(token_id) for token_id in prompt], params)
 
     def _check(self, text: str | None, ids: list[int], params: SamplingParams) -> PreparedPrompt:
-        self._check_grammar(params)
+        self.check_grammar(params)
         if params.truncate_prompt_tokens is not None:
             ids = ids[-params.truncate_prompt_tokens :]
         if not ids:
@@ -104,7 +104,8 @@ class InputProcessor:
                     raise RequestError(name, f"token id {token_id} is not within [0, {vocab_size})")
         return PreparedPrompt(text, ids)
 
-    def _check_grammar(self, params: SamplingParams) -> None:
+    def check_grammar(self, params: SamplingParams) -> None:
+        """Refuse a grammar that cannot work, which takes seconds at worst, and no time again."""
         if params.structured_outputs is None:
             return
         if not self.limits.eos_token_ids:

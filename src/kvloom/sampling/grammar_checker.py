@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections import OrderedDict
+from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from kvloom.sampling import grammar
 from kvloom.structured_outputs import StructuredOutputs
 
 _MAX_REMEMBERED = 1024
+_UNKNOWN = "unknown"  # compared by identity: no error is this very object
 
 
 class GrammarChecker:
@@ -28,8 +29,8 @@ class GrammarChecker:
     def __init__(self, max_cpu_seconds: float = 5.0) -> None:
         self._max_cpu_seconds = max_cpu_seconds
         self._process: _Process | None = None
-        self._errors: OrderedDict[tuple[str, str], str | None] = OrderedDict()  # latest last
-        self._lock = threading.Lock()
+        self._errors: dict[bytes, str | None] = {}  # by a hash of the grammar, the oldest first
+        self._lock = threading.Lock()  # of the process; nobody who asks what is known waits for it
 
     def check(self, structured: StructuredOutputs) -> None:
         """Return if text can be generated.
@@ -47,13 +48,15 @@ class GrammarChecker:
             raise RequestError(
                 field, f"{len(source)} characters are more than {grammar.MAX_SOURCE_CHARS}"
             )
-        with self._lock:
-            if (kind, source) not in self._errors:
-                self._errors[kind, source] = self._ask(kind, source)
-            self._errors.move_to_end((kind, source))
-            if len(self._errors) > _MAX_REMEMBERED:
-                self._errors.popitem(last=False)
-            error = self._errors[kind, source]
+        key = sha256(f"{kind}:{source}".encode(errors="surrogatepass")).digest()
+        error = self._errors.get(key, _UNKNOWN)
+        if error is _UNKNOWN:
+            with self._lock:
+                error = self._errors.get(key, _UNKNOWN)
+                if error is _UNKNOWN:
+                    error = self._errors[key] = self._ask(kind, source)
+                    if len(self._errors) > _MAX_REMEMBERED:
+                        del self._errors[next(iter(self._errors))]
         if error is not None:
             raise RequestError(field, error)
 
