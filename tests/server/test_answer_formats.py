@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -46,6 +47,12 @@ def test_answers_keep_to_a_schema(live: LiveServer) -> None:
         [choice] = chunk.choices
         streamed[choice.index] += choice.delta.content or ""
     assert streamed == [choice.message.content for choice in answer.choices]
+
+
+def test_no_stream_waits_for_the_first_grammar(tiny_folder: Path) -> None:
+    """What all grammars need is made before the server is ready."""
+    with run_server({"model": str(tiny_folder), **TINY_OPTIONS}) as live:
+        assert live.engine._core._grammars._vocabulary is not None
 
 
 def test_a_cut_answer_says_so(live: LiveServer) -> None:

@@ -226,6 +226,13 @@ class AsyncLLM:
         self._engine.submit(listener, requests)
         return stream
 
+    def prepare_grammars(self) -> None:
+        """Make now what the first request with structured outputs would have all others wait for.
+
+        It takes about a second for 262,144 tokens.
+        """
+        self._core.prepare_grammars()
+
     async def inspect(self, read: Callable[[EngineCore], T]) -> T:
         """What `read` finds in the engine between two steps."""
         return await asyncio.wrap_future(self._engine.inspect(read))

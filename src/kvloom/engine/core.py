@@ -133,6 +133,10 @@ class EngineCore:
             ) from error
         self._phase_seconds[name] = time.perf_counter() - start
 
+    def prepare_grammars(self) -> None:
+        """Make now what the first request with a grammar would have everybody wait for."""
+        self._grammars.prepare()
+
     def add_requests(self, requests: Iterable[Request], arrival: float | None = None) -> None:
         """Queue requests that were handed in at `arrival`, by `time.perf_counter`, or now."""
         for request in requests:

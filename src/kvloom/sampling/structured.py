@@ -55,6 +55,11 @@ class GrammarStates:
         self._requests: dict[str, _RequestGrammar] = {}
         self._compiling: dict[str, _RequestGrammar] = {}  # those of them that have no matcher yet
 
+    def prepare(self) -> None:
+        """Make what the first grammar needs, which can keep all threads waiting for a second."""
+        if self._tokenizer.eos_token_ids:
+            self._threads.submit(self._get_vocabulary).result()
+
     def begin(self, req_id: str, structured: StructuredOutputs) -> None:
         """Have the grammar of a new request compiled."""
         source = structured.source
@@ -127,10 +132,13 @@ class GrammarStates:
         """End the thread, once it has compiled what it is at."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _compile(self, kind: str, source: str) -> LLMatcher:
+    def _get_vocabulary(self) -> LLTokenizer:
         if self._vocabulary is None:
             self._vocabulary = make_vocabulary(self._tokenizer, self._vocab_size)
-        matcher = new_matcher(self._vocabulary, to_llguidance(kind, source))
+        return self._vocabulary
+
+    def _compile(self, kind: str, source: str) -> LLMatcher:
+        matcher = new_matcher(self._get_vocabulary(), to_llguidance(kind, source))
         if matcher.is_error():
             raise ValueError(summary(matcher.get_error()))
         return matcher

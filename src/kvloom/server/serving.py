@@ -103,7 +103,9 @@ class Server(uvicorn.Server):
 
         def load() -> None:
             try:
-                loaded.set_result(self._load(self._state.metrics))
+                engine = self._load(self._state.metrics)
+                engine.prepare_grammars()
+                loaded.set_result(engine)
             except BaseException as error:  # noqa: BLE001  # raised where it is waited for
                 loaded.set_exception(error)
 
