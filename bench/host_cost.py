@@ -74,7 +74,12 @@ class Case:
         return [[(first + i) * n + j for j in range(n)] for i in range(self.num_requests)]
 
 
-CASES = (Case(1, 256, 0, 0.8), Case(32, 256, 0, 0.6), Case(256, 256, 0, 0.6), Case(32, 1000, 5, 0.6))
+CASES = (
+    Case(1, 256, 0, 0.8),
+    Case(32, 256, 0, 0.6),
+    Case(256, 256, 0, 0.6),
+    Case(32, 1000, 5, 0.6),
+)
 
 Step = Callable[[], tuple[float, int]]
 """Runs one step; its seconds, and the tokens that the users got."""
