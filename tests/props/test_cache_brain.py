@@ -18,25 +18,12 @@ from kvloom.kv.spec import KVLimits
 from kvloom.request import Request, RequestStatus, ResolvedSamplingParams
 from kvloom.sched.scheduler import Scheduler
 from kvloom.step import SchedulerOutput
-from shadow_cells import VOCAB_SIZE, Cell, ShadowRunner, extend_cells, next_token
+from shadow_cells import VOCAB_SIZE, ShadowRunner, undisturbed
 from visibility import Kind, cache_of
 
 NUM_OPERATIONS = 10_000  # over all worlds
 EOS, STOP_ID = 0, 1
 MAX_MODEL_LEN = 40
-
-
-def undisturbed(prompt: list[int], params: ResolvedSamplingParams) -> list[int]:
-    """The output of a request that runs alone, from the definitions of the stop rules."""
-    output: list[int] = []
-    cells: list[Cell] = []
-    extend_cells(cells, prompt)
-    while True:
-        output.append(next_token(cells))
-        extend_cells(cells, output[-1:])
-        is_stop = len(output) > params.min_tokens and output[-1] in params.all_stop_token_ids
-        if is_stop or len(output) == params.max_tokens or len(cells) == MAX_MODEL_LEN:
-            return output
 
 
 @dataclass(frozen=True)
@@ -233,7 +220,7 @@ class Simulation:
     def verify_finished(self, request: Request, finish_reason: str) -> None:
         """Neither mates nor hits, chunks or preemptions have changed the text."""
         prompt = request.token_ids[: request.num_prompt_tokens]
-        expected = undisturbed(prompt, request.sampling_params)
+        expected = undisturbed(prompt, request.sampling_params, MAX_MODEL_LEN)
         assert request.output_token_ids == expected
         params = request.sampling_params
         is_stop = len(expected) > params.min_tokens and expected[-1] in params.all_stop_token_ids
@@ -258,7 +245,7 @@ class Simulation:
         [event] = self.scheduler.finish_requests([req_id], status)
         assert event.finish_reason == status.value
         expected = undisturbed(
-            request.token_ids[: request.num_prompt_tokens], request.sampling_params
+            request.token_ids[: request.num_prompt_tokens], request.sampling_params, MAX_MODEL_LEN
         )
         assert request.output_token_ids == expected[: request.num_output_tokens]
 
