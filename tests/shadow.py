@@ -240,7 +240,6 @@ class ShadowWorker:
         self.get_kv_cache_spec = self.runner.get_kv_cache_spec
         self.execute_model = self.runner.execute_model
         self.sample_tokens = self.runner.sample_tokens
-        self.append_tokens = self.runner.append_tokens
 
     def load_model(self) -> None:
         self.runner.profile_run(0)

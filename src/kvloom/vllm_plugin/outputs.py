@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 from vllm.v1.outputs import ModelRunnerOutput as VllmOutput
 
+from kvloom.runner.input_batch import RequestState
 from kvloom.runner.model_runner import StepHandle
 from kvloom.step import ModelRunnerOutput, TokenLogprobs, TokenMask
 from kvloom.vllm_plugin.steps import KnownRequest
@@ -49,16 +50,23 @@ class _Table:
 
 
 def substitute_failed(
-    result: ModelRunnerOutput, known: Mapping[str, KnownRequest]
+    result: ModelRunnerOutput, sampled: Iterable[RequestState]
 ) -> dict[str, list[int]]:
-    """A token for every request that could not be sampled: one that ends it, if there is one.
+    """A token for every request that could not be sampled: one that ends it, if one can.
 
-    vLLM has no way to fail a single request, and one without its token would run forever.
+    vLLM has no way to fail a single request, and one without its token would run forever. Where it
+    runs on, the token is the one that the worker goes on with.
     """
     tokens = {}
-    for req_id, reason in result.errors.items():
-        logger.error("request %s: %s", req_id, reason)
-        tokens[req_id] = [min(known[req_id].params.stop_token_ids, default=0)]
+    for state in sampled:
+        req_id, params = state.req_id, state.sampling_params
+        if req_id not in result.errors:
+            continue
+        logger.error("request %s: %s", req_id, result.errors[req_id])
+        if params.stop_token_ids and len(state.output_token_ids) >= params.min_tokens:
+            tokens[req_id] = [min(params.stop_token_ids)]
+        else:
+            tokens[req_id] = result.appended_token_ids[req_id]
     return tokens
 
 

@@ -191,8 +191,7 @@ class KvloomWorker(WorkerBase):  # type: ignore[misc]  # vLLM is not there when 
         result = self._worker.sample_tokens(step.handle, mask)
         self._collect(result)
         if result.errors:
-            tokens = substitute_failed(result, known)
-            self._worker.append_tokens(tokens)
+            tokens = substitute_failed(result, step.handle.sampled)
             result.sampled_token_ids.update(tokens)
         if self._drafter is not None:
             self._drafter.propose(result.sampled_token_ids, known)
