@@ -12,7 +12,6 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,11 +47,11 @@ def make_commands(python: Path, places: Places) -> dict[str, EngineCommand]:
     return {OURS: ours, "vllm": plain, "pace": peers["pace"]}
 
 
-def bar_lines(results: Results, cells: Sequence[Cell]) -> list[str]:
+def bar_lines(results: Results) -> list[str]:
     """Ratios beside what they must be."""
     lines = []
     for peer, needed in BARS.items():
-        for cell, least in zip(cells, needed, strict=True):
+        for cell, least in zip(bench_cells(), needed, strict=True):
             bar = Bar(peer, OURS, (peer,), ())
             measured = ratio(results, cell, bar)
             if measured is None:
@@ -74,6 +73,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--models", type=Path, required=True, help="GGUF file and smollm2-hf")
     parser.add_argument("--out", type=Path, default=Path("build/vllm-plugin"), help="logs, samples")
     parser.add_argument("--engines", default=f"{OURS},vllm,pace", help="comma separated")
+    parser.add_argument("--cells", default="0,1", help="0: one request, 1: 32 requests")
     parser.add_argument("--rounds", type=int, default=5, help="0 for the text check alone")
     parser.add_argument("--threads", type=int, default=2, help="processors that engines may use")
     parser.add_argument("--no-text", action="store_true", help="leave the text check out")
@@ -93,7 +93,7 @@ def main() -> None:
     # Not resolved: an environment's python is a link, and knows its environment by its own name.
     commands = make_commands(arguments.python.absolute(), places)
     probe = Probe(arguments.threads)
-    cells = bench_cells()
+    cells = [bench_cells()[int(i)] for i in arguments.cells.split(",")]
     engines: list[EngineProcess] = []
     try:
         for name in arguments.engines.split(","):
@@ -101,13 +101,15 @@ def main() -> None:
             say(f"{name}: ready after {engines[-1].start():.1f} s")
         if not arguments.no_text:
             print("\n".join(check_texts(engines, tokenizer, places)), flush=True)
+        if not arguments.rounds:
+            return
         bench = Bench(engines, cells, PromptMaker(tokenizer), probe, arguments.threads)
         samples = run_rounds(bench, arguments.rounds, arguments.out / "samples.json")
     finally:
         close_engines(engines)
     formats = engine_formats(places, {}, STATED_PEAKS)
     results = Results(samples, read_model_size(places), formats | {OURS: formats["kvloom-bf16"]})
-    print("\n".join(["", *bar_lines(results, cells), "", *rates_table(results), ""]))
+    print("\n".join(["", *bar_lines(results), "", *rates_table(results), ""]))
     print("\n".join(noise_lines(results)))
 
 
