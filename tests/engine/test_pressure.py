@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvloom import LLM, SamplingParams
+from kvloom import LLM, SamplingParams, StructuredOutputs
 from kvloom.engine.outputs import Generation, RequestOutput, TextDelta
 from tiny_folder import make_tiny_folder
 from tiny_hybrids import HYBRID_CASES
@@ -43,6 +43,11 @@ class Factor:
     params: dict[str, Any] = field(default_factory=dict)
 
 
+_GRAMMAR = {
+    "structured_outputs": StructuredOutputs(regex="([a-d]{3} ){8,}"),
+    "ignore_eos": False,
+    "min_tokens": 0,
+}
 FACTORS = {
     "plain": Factor(),
     "no prefix cache": Factor({"has_prefix_cache": False}),
@@ -50,6 +55,10 @@ FACTORS = {
     "async": Factor({"has_async_stepping": True}),
     "async, chunks": Factor({"has_async_stepping": True, "max_num_batched_tokens": 24}),
     "drafts": Factor({"num_draft_tokens": 4}),
+    "grammar": Factor(params=_GRAMMAR),
+    "grammar, drafts, async": Factor(
+        {"num_draft_tokens": 4, "has_async_stepping": True}, params=_GRAMMAR
+    ),
     "n = 4": Factor(params={"n": 4, "max_tokens": 42}),
 }
 
