@@ -85,9 +85,9 @@ class WatchedExecutable:
         logits = self._inner.forward(batch)
         if self._watch.poisons:
             real = batch.logits_rows < batch.attention[0].query_start[-1]
-            expected = np.array(logits)[real]
+            expected = np.asarray(logits)[real].copy()
             again = self._inner.forward(poison_padding(batch, self._watch.rng))
-            np.testing.assert_array_equal(np.array(again)[real], expected)
+            np.testing.assert_array_equal(np.asarray(again)[real], expected)
         return logits
 
 
@@ -109,8 +109,16 @@ def _poison_table(group: AttentionMetadata, rng: random.Random) -> AttentionMeta
     return replace(group, block_table=table)
 
 
+def _backend_class(name: str) -> type[Any]:
+    if name == "torch":
+        from kvloom.ops.torch_backend import TorchBackend
+
+        return TorchBackend
+    return NativeBackend if name == "native" else ReferenceBackend
+
+
 @contextmanager
-def watching(watch: Watch) -> Iterator[None]:
+def watching(watch: Watch, backend: str) -> Iterator[None]:
     """Engines made meanwhile are watched; their KV memory, the null block too, begins as NaN."""
 
     def compile_watched(original: Any) -> Any:
@@ -124,16 +132,12 @@ def watching(watch: Watch) -> Iterator[None]:
 
         return allocate
 
-    backends = (ReferenceBackend, NativeBackend)
-    patches = [patch.object(b, "compile", compile_watched(b.compile)) for b in backends]
-    patches += [patch.object(b, "allocate_kv", allocate_nan(b.allocate_kv)) for b in backends]
-    for one in patches:
-        one.start()
-    try:
+    kind = _backend_class(backend)
+    with (
+        patch.object(kind, "compile", compile_watched(kind.compile)),
+        patch.object(kind, "allocate_kv", allocate_nan(kind.allocate_kv)),
+    ):
         yield
-    finally:
-        for one in patches:
-            one.stop()
 
 
 def make_engine(model: Mapping[str, Any], **options: Any) -> EngineCore:

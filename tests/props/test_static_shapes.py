@@ -25,7 +25,11 @@ MODELS = {
 }
 MODELS = {name: {**model, "max_position_embeddings": 64} for name, model in MODELS.items()}
 NATIVE = [name for name in MODELS if name != "latent"]
-RUNS = [("reference", name) for name in MODELS] + [("native", name) for name in NATIVE]
+RUNS = [
+    *(("reference", name) for name in MODELS),
+    *(("native", name) for name in NATIVE),
+    *(pytest.param("torch", name, marks=pytest.mark.torch) for name in ("hybrid", "chunk")),
+]
 
 
 def options_of(backend: str) -> dict[str, Any]:
@@ -99,7 +103,7 @@ def test_texts_equal_those_of_dynamic_shapes(backend: str, name: str, scale: int
         num_draft_tokens: int,
     ) -> None:
         watch = Watch()
-        with watching(watch):
+        with watching(watch, backend):
             core = make_engine(
                 MODELS[name],
                 **options_of(backend),
@@ -125,7 +129,7 @@ def test_texts_equal_those_of_dynamic_shapes(backend: str, name: str, scale: int
 def test_poison_where_nothing_may_be_read_changes_no_logit(backend: str, name: str) -> None:
     """The null block and all unwritten slots are NaN, and so is what comes out of padding."""
     watch = Watch(poisons=True)
-    with watching(watch):
+    with watching(watch, backend):
         core = make_engine(
             MODELS[name],
             **options_of(backend),
@@ -148,7 +152,7 @@ def test_poison_where_nothing_may_be_read_changes_no_logit(backend: str, name: s
 @pytest.mark.parametrize("world_size", [2])
 def test_ranks_pad_alike(world_size: int) -> None:
     watch = Watch()
-    with watching(watch):
+    with watching(watch, "reference"):
         core = make_engine(
             MODELS["hybrid"],
             **options_of("reference"),
