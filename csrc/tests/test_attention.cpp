@@ -119,17 +119,20 @@ constexpr float kSinks[] = {2.0f, -3.0f, 0.5f, 7.0f, 1.0f, -1.0f, 0.0f,
 constexpr float kSoftCap = 3.0f;
 
 // Queries [first, end) of the one request. Columns of the block table that no query sees name a
-// block that is nowhere.
+// block that is nowhere, or are not there: a cut table begins with the first column that is seen.
 std::vector<float> attend(const Layer& layer, const AttentionScoring& scoring, Queries& q,
-                          int first, int end) {
+                          int first, int end, bool is_cut) {
   const AttentionShape& shape = layer.shape;
   const KVLayout& layout = shape.layout;
   AttentionPlan plan(shape, {2, 512});
   std::vector<int32_t> table(layer.table, layer.table + kNumBlocks);
-  std::fill_n(table.begin(), shape.mask.first_visible(first) / layout.block_size, 1 << 30);
+  const int32_t first_column = shape.mask.first_visible(first) / layout.block_size;
+  std::fill_n(table.begin(), first_column, 1 << 30);
+  if (is_cut) table.erase(table.begin(), table.begin() + first_column);
   const int32_t query_start[2] = {0, end - first};
   const int32_t seq_len = end;
-  plan.build({1, query_start, &seq_len, table.data(), kNumBlocks});
+  plan.build({1, query_start, &seq_len, table.data(), static_cast<int64_t>(table.size()),
+              is_cut ? &first_column : nullptr});
   const int width = shape.num_heads * layout.head_size_v;
   std::vector<float> out(static_cast<size_t>((end - first) * width));
   std::vector<float> states(attention_states_floats(plan));
@@ -192,7 +195,8 @@ void check_shape(const AttentionShape& shape, double tolerance,
     Layer layer(shape);
     const int first = step[0], end = step[1];
     Queries q = write_tokens(layer, end, random);
-    const std::vector<float> out = attend(layer, scoring, q, first, end);
+    const std::vector<float> out = attend(layer, scoring, q, first, end, false);
+    CHECK(attend(layer, scoring, q, first, end, true) == out);
     const int size = shape.layout.head_size_v;
     for (int position = first; position < end; position += 5) {
       for (int head = 0; head < shape.num_heads; ++head) {
