@@ -17,7 +17,9 @@ from kvloom.ops.base import AttentionMetadata, Batch
 from kvloom.ops.native import NativeBackend
 from kvloom.ops.reference import ReferenceBackend
 from kvloom.request import Request, ResolvedSamplingParams
+from kvloom.tokenizer.tokenizer import SpecialTokens, Tokenizer
 from memory_checkpoint import MemoryCheckpoint
+from tiny_folder import make_tokenizer
 from tiny_models import make_weights, tensor_shapes
 
 Shape = tuple[int, ...]
@@ -142,7 +144,9 @@ def watching(watch: Watch, backend: str) -> Iterator[None]:
 
 def make_engine(model: Mapping[str, Any], **options: Any) -> EngineCore:
     defaults = {"model": "tiny", "num_threads": 1, "kv_cache_bytes": 1 << 23}
-    return EngineCore(EngineConfig.from_options(defaults | options), TinyCheckpoint(model))
+    config = EngineConfig.from_options(defaults | options)
+    tokenizer = Tokenizer(make_tokenizer(), SpecialTokens())  # for grammars, and there are none
+    return EngineCore(config, TinyCheckpoint(model), tokenizer)
 
 
 def make_prompts(seed: int, count: int, longest: int, vocab_size: int) -> list[list[int]]:
