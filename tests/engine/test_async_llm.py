@@ -120,6 +120,28 @@ def test_a_cancelled_task_aborts_its_request_alone(engine: AsyncLLM) -> None:
     assert engine.stats.steps.num_scheduled_tokens < 20  # "one" never ran
 
 
+def test_an_inspection_that_is_cancelled_harms_no_one(engine: AsyncLLM) -> None:
+    """As when a page that follows the cache is closed: before its turn, and during it."""
+    is_read, go_on = threading.Event(), threading.Event()
+
+    async def main() -> str:
+        def read(_core: object) -> None:
+            is_read.set()
+            go_on.wait()
+
+        tasks = [asyncio.create_task(engine.inspect(one)) for one in (read, lambda _: None)]
+        await asyncio.to_thread(is_read.wait)
+        for task in tasks:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(result, asyncio.CancelledError) for result in results)
+        go_on.set()
+        answer = await asyncio.wait_for(engine.generate("one", greedy()), 60)
+        return answer.outputs[0].finish_reason or ""
+
+    assert asyncio.run(main()) == "length"
+
+
 def test_a_closed_stream_is_aborted_within_two_steps(engine: AsyncLLM) -> None:
     async def main() -> int:
         params = greedy(max_tokens=200)

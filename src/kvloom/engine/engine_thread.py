@@ -84,6 +84,8 @@ class EngineThread:
         answer: Future[T] = Future()
 
         def command() -> None:
+            if not answer.set_running_or_notify_cancel():
+                return  # the asker has gone; from here on it cannot cancel any more
             try:
                 answer.set_result(read(self._core))
             except Exception as error:  # noqa: BLE001  # the asker's, and raised there
