@@ -13,6 +13,7 @@ from kvloom.server.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    EmbeddingRequest,
     TokenizeRequest,
 )
 from live_server import LiveServer
@@ -41,12 +42,14 @@ _VALUES = st.recursive(
 _VALID: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "x", "max_tokens": 2},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
+    "/v1/embeddings": {"input": "x"},
     "/tokenize": {"prompt": "x"},
     "/detokenize": {"tokens": [1]},
 }
 _FIELDS = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
+    "/v1/embeddings": EmbeddingRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }

@@ -48,6 +48,21 @@ def test_tokens_and_back(live: LiveServer) -> None:
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
 
 
+def test_a_model_that_generates_has_no_embeddings(live: LiveServer) -> None:
+    client = live.openai()
+    for text in ("x", ["x", "y"], [1, 2], [[1], [2]]):
+        with pytest.raises(openai.BadRequestError, match="tiny has no embeddings") as refused:
+            client.embeddings.create(model="tiny", input=text)
+        assert refused.value.param == "model"
+    with pytest.raises(openai.NotFoundError):
+        client.embeddings.create(model="other", input="x")
+    for body, param in (({}, "input"), ({"input": "x", "dimensions": 0}, "dimensions")):
+        answer = live.post("/v1/embeddings", body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    paths = live.get("/openapi.json").json()["paths"]
+    assert "400" in paths["/v1/embeddings"]["post"]["responses"]
+
+
 def test_unknown_paths_and_methods_have_openai_s_shape(live: LiveServer) -> None:
     for answer, status in ((live.get("/v2"), 404), (live.get("/v1/completions"), 405)):
         assert answer.status_code == status

@@ -18,13 +18,14 @@ from kvloom.server.cache_view import cache_events
 from kvloom.server.chat import start_chat
 from kvloom.server.completions import start_completion
 from kvloom.server.connection import EventStream
-from kvloom.server.errors import add_error_handlers
+from kvloom.server.errors import ApiError, add_error_handlers
 from kvloom.server.gate import Gate
 from kvloom.server.replies import send
 from kvloom.server.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    EmbeddingRequest,
     TokenizeRequest,
 )
 from kvloom.server.state import ServerState
@@ -94,6 +95,17 @@ def _add_generation(app: FastAPI, state: ServerState) -> None:
     @app.post("/v1/completions", summary="Complete prompts")
     async def completions(request: Request, body: CompletionRequest) -> Response:
         return await send(request, body, start_completion(state, body, _request_id(request)))
+
+    @app.post("/v1/embeddings", summary="Refused with 400: no model family here is pooled")
+    async def embeddings(body: EmbeddingRequest) -> Response:
+        state.engine_for(body.model)
+        raise ApiError(
+            400,
+            f"model: {state.model_name} has no embeddings: it generates text, as every model that "
+            "this server runs; ask a server of an embedding model",
+            param="model",
+            code="unsupported_value",
+        )
 
     @app.post("/tokenize", summary="Token ids of a text or a conversation")
     async def tokenize_text(body: TokenizeRequest) -> Response:

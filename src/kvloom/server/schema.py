@@ -274,6 +274,16 @@ class TokenizeRequest(StrictModel):
         return self
 
 
+class EmbeddingRequest(StrictModel):
+    """POST /v1/embeddings: what OpenAI's API has, so that it is refused for the right reason."""
+
+    model: str | None = Field(None, description="the served model, if given")
+    input: str | list[str] | list[TokenId] | list[list[TokenId]]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(None, ge=1)
+    user: str | None = Field(None, max_length=512)
+
+
 class DetokenizeRequest(StrictModel):
     """POST /detokenize."""
 
