@@ -6,8 +6,10 @@ import random
 import re
 from typing import Protocol
 
-# One token each, whatever stands beside it: the tokenizer splits before spaces.
+# One token each, nearly always: a few tokenizers merge some of them across the space between.
 WORD = re.compile(r" [a-z]{3,}")
+WORDS_AT_ONCE = 32
+MAX_DRAWS = 20
 
 
 class TextTokenizer(Protocol):
@@ -41,11 +43,22 @@ class PromptMaker:
         """
         rng = random.Random(seed)
         first_words = rng.sample(self._words, num_prompts)
-        prompts = []
-        for first in first_words:
-            text = first + "".join(rng.choices(self._words, k=num_tokens - 1 - self._num_special))
-            num_made = len(self._tokenizer.encode(text, add_special_tokens=True))
-            if num_made != num_tokens:
-                raise ValueError(f"a prompt made to have {num_tokens} tokens has {num_made}")
-            prompts.append(text)
-        return prompts
+        return [self._lengthen(first, num_tokens, rng) for first in first_words]
+
+    def _lengthen(self, text: str, num_tokens: int, rng: random.Random) -> str:
+        """`text`, which is a word, and more words after it: `num_tokens` tokens in all."""
+        num_made = self._num_special + 1
+        while num_made < num_tokens:
+            num_more = min(WORDS_AT_ONCE, num_tokens - num_made)
+            num_made += num_more
+            text = self._append(text, num_more, num_made, rng)
+        return text
+
+    def _append(self, text: str, num_words: int, num_tokens: int, rng: random.Random) -> str:
+        """`text` and words after it that merge with nothing: `num_tokens` tokens in all."""
+        for _ in range(MAX_DRAWS):
+            longer = text + "".join(rng.choices(self._words, k=num_words))
+            num_made = len(self._tokenizer.encode(longer, add_special_tokens=True))
+            if num_made == num_tokens:
+                return longer
+        raise ValueError(f"a prompt made to have {num_tokens} tokens has {num_made}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from peers_prompts import PromptMaker
 
@@ -50,6 +52,21 @@ class WithBos:
 def test_tokens_that_begin_a_text_count():
     [text] = PromptMaker(WithBos()).make(1, 5, "a")
     assert text.count(" ") == 4
+
+
+class Merging(WithBos):
+    """Some words merge with the word before: one pair in 400."""
+
+    vocab_size = 100
+
+    def encode(self, text, add_special_tokens):
+        return super().encode(re.sub(" abx (a.x)", r" abx\1", text), add_special_tokens)
+
+
+def test_words_that_merge_are_drawn_again():
+    for text in PromptMaker(Merging()).make(20, 400, "a"):
+        assert len(Merging().encode(text, add_special_tokens=True)) == 400
+        assert text.count(" ") == 399
 
 
 class Letters:
