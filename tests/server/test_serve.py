@@ -13,6 +13,8 @@ import httpx
 import pytest
 
 from kvloom.cli.main import main
+from kvloom.server.serving import bind
+from kvloom.server.settings import ServerSettings
 
 OPTIONS = ["--num-blocks", "50", "--backend", "reference", "--port", "0"]
 
@@ -45,6 +47,16 @@ def test_an_address_in_use_shows_before_the_model_loads(
         port = str(taken.getsockname()[1])
         assert main(["serve", "no-such-folder", "--port", port]) == 1
     assert "in use" in capsys.readouterr().err
+
+
+def test_small_writes_do_not_wait_for_each_other() -> None:
+    """As tokens of a stream would: each connection sends what it has."""
+    with (
+        bind(ServerSettings(served_model_names=("m",), port=0)) as listener,
+        socket.create_connection(listener.getsockname()),
+        listener.accept()[0] as connection,
+    ):
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_a_model_that_cannot_be_had_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
