@@ -13,6 +13,7 @@ from gguf.quants import dequantize
 
 from kvloom.errors import UnsupportedModelError
 from kvloom.ops.base import StoredRows
+from kvloom.weights.gguf_blocks import CONVERSIONS, convert_blocks
 from kvloom.weights.gguf_config import EOS_KEYS, ROPE_TENSORS, translate_config
 from kvloom.weights.gguf_header import TensorInfo, read_header
 from kvloom.weights.mapped_file import MappedFile
@@ -71,14 +72,20 @@ class GGUFCheckpoint:
         return values
 
     def stored_format(self, name: str) -> str:
-        """The name of a tensor's block format."""
-        return self._tensors[name].type.name
+        """The name of the format that `read_rows` gives a tensor in."""
+        stored = self._tensors[name].type.name
+        return CONVERSIONS[stored].stored if stored in CONVERSIONS else stored
 
     def read_rows(self, name: str) -> StoredRows:
-        """A matrix as it is stored: a view of the file, its rows in the file's order."""
+        """A matrix, its rows in the file's order: a view of the file, or blocks made of its blocks.
+
+        See `kvloom.weights.gguf_blocks` for what is made of what.
+        """
         info = self._tensors[name]
         raw = self._file.data[info.start : info.start + info.num_bytes]
-        return stored_rows(name, info.type.name, info.shape, raw)
+        if info.type.name in CONVERSIONS:
+            raw = convert_blocks(raw, CONVERSIONS[info.type.name])
+        return stored_rows(name, self.stored_format(name), info.shape, raw)
 
     def release(self, name: str) -> None:
         """The bytes of a tensor need not stay in memory."""

@@ -9,7 +9,9 @@ What a stored format becomes, by the dtype asked for:
 | F16              | BF16 | BF16     | F32     | BF16 drops 3 of 11 bits of each value        |
 | Q8_0             | Q8   | BF16     | F32     | exact in auto: codes and scales are kept     |
 | Q4_0, Q4_1       | Q4   | BF16     | F32     | exact in auto                                |
-| Q4_K, Q6_K, ...  | BF16 | BF16     | F32     | dequantised; BF16 rounds values to 8 bits    |
+| Q5_0             | Q8   | BF16     | F32     | exact in auto: read as Q8_0                  |
+| Q4_K             | Q4   | BF16     | F32     | read as Q4_1: scales rounded to 11 bits      |
+| Q6_K, Q5_K, ...  | BF16 | BF16     | F32     | dequantised; BF16 rounds values to 8 bits    |
 
 A parameter stacked from sources that become different formats takes the widest of them, and a
 quantised one that is not made of whole blocks on this rank takes BF16.
