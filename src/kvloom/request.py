@@ -86,7 +86,7 @@ class SamplingParams:
         for flag in (f.name for f in fields(SamplingParams) if f.type == "bool"):
             if not isinstance(getattr(self, flag), bool):
                 raise RequestError(flag, f"{getattr(self, flag)!r} is no flag; give True or False")
-        for name, kind, low, high in _RANGES:
+        for name, kind, low, high in PARAM_RANGES:
             _check_range(name, getattr(self, name), kind, (low, high))
         if self.top_p == 0.0:
             raise RequestError("top_p", "0 keeps no token; give a value within (0, 1]")
@@ -152,7 +152,7 @@ _OPTIONAL = frozenset(
 )
 
 # Field, kind, lowest, highest value.
-_RANGES: tuple[tuple[str, type, float, float], ...] = (
+PARAM_RANGES: tuple[tuple[str, type, float, float], ...] = (
     ("n", int, 1, 128),
     ("temperature", float, 0.0, 1e6),
     ("top_p", float, 0.0, 1.0),

@@ -1,4 +1,8 @@
-"""Bodies made of fields that exist and values of any kind: whatever comes, no 5xx."""
+"""Bodies made of fields that exist and values of any kind: whatever comes, no 5xx.
+
+Among them are NaN, integers of any size and half surrogate pairs, which a description's fuzzer
+does not send.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +72,7 @@ def test_no_body_is_answered_with_5xx(live: LiveServer, scale: int) -> None:
     with httpx.Client(base_url=live.url, timeout=60, headers=headers) as client:
 
         @settings(
-            max_examples=250 * scale,
+            max_examples=100 * scale,
             deadline=None,
             derandomize=True,
             database=None,

@@ -20,7 +20,7 @@ from kvloom.server.settings import ServerSettings
 
 ACCESS_LOG = "kvloom.access"
 
-_OPEN_PATHS = frozenset({"/health", "/version", "/cache"})  # need no key; /cache is a static page
+OPEN_PATHS = frozenset({"/health", "/version", "/cache"})  # need no key; /cache is a static page
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -82,7 +82,7 @@ class Gate:
 
     def _check_key(self, path: str, headers: Mapping[str, bytes]) -> None:
         keys = self._settings.api_keys
-        if not keys or path in _OPEN_PATHS:
+        if not keys or path in OPEN_PATHS:
             return
         given = headers.get("authorization", b"")
         # All keys are compared, and each takes the same time however much of it is right.

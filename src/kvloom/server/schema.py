@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from kvloom.errors import RequestError
-from kvloom.request import MAX_LOGPROBS, MAX_PRIORITY, SamplingParams
+from kvloom.request import MAX_LOGPROBS, MAX_PRIORITY, PARAM_RANGES, SamplingParams
 from kvloom.server.chat_parts import Message, NamedTool, ResponseFormat, StrictModel, Tool
 from kvloom.structured_outputs import StructuredOutputs
 from kvloom.tokenizer import ChatOptions
@@ -20,6 +20,16 @@ _MAX_STOPS = 64  # each is looked for at every token
 _LEGACY_MAX_TOKENS = 16  # of /v1/completions, as OpenAI has it
 
 
+def _describe_ranges(schema: dict[str, Any]) -> None:
+    """Add to the description which values SamplingParams takes; it checks them itself."""
+    for name, _, low, high in PARAM_RANGES:
+        for kind in schema["properties"].get(name, {}).get("anyOf", ()):
+            if kind["type"] in ("integer", "number"):
+                kind["minimum"] = low
+                if high < 2**63 - 1:
+                    kind["maximum"] = high
+
+
 class StreamOptions(StrictModel):
     """How a stream ends."""
 
@@ -28,6 +38,8 @@ class StreamOptions(StrictModel):
 
 class SamplingFields(StrictModel):
     """What chat and completion requests have in common. null stands for the default."""
+
+    model_config = ConfigDict(json_schema_extra=_describe_ranges)
 
     model: str | None = Field(None, description="the served model, if given")
     stream: bool | None = None
@@ -120,8 +132,15 @@ _SAMPLING_NAMES = (
 )
 
 
+def _describe_echo(schema: dict[str, Any]) -> None:
+    _describe_ranges(schema)
+    schema["properties"]["max_tokens"]["anyOf"][0]["minimum"] = 0
+
+
 class CompletionRequest(SamplingFields):
     """POST /v1/completions."""
+
+    model_config = ConfigDict(json_schema_extra=_describe_echo)
 
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
     echo: bool | None = None
