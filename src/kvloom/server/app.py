@@ -98,11 +98,11 @@ def make_app(state: ServerState) -> ASGIApp:
 def _add_generation(app: FastAPI, state: ServerState) -> None:
     @app.post("/v1/chat/completions", summary="Answer a conversation", responses=_GENERATION)
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
-        return await send(request, body, start_chat(state, body, _request_id(request)))
+        return await send(state, request, body, start_chat(state, body, _request_id(request)))
 
     @app.post("/v1/completions", summary="Complete prompts", responses=_GENERATION)
     async def completions(request: Request, body: CompletionRequest) -> Response:
-        return await send(request, body, start_completion(state, body, _request_id(request)))
+        return await send(state, request, body, start_completion(state, body, _request_id(request)))
 
     @app.post(
         "/v1/embeddings",
@@ -179,7 +179,8 @@ def _add_information(app: FastAPI, state: ServerState) -> None:
     )
     async def cache_updates() -> Response:
         engine = state.engine_for(None)
-        return EventStream(cache_events(engine, state.metrics), state.take_view())
+        timeout = state.settings.send_timeout_seconds
+        return EventStream(cache_events(engine, state.metrics), state.take_view(), timeout)
 
     @app.get("/version", summary="kvloom's version")
     async def kvloom_version() -> Response:

@@ -42,15 +42,22 @@ async def _until_disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events, until they end or the client goes away; `close` is called at last."""
+    """Server-sent events, until they end or the client goes away; `close` is called at last.
+
+    A client that takes nothing for `timeout_seconds` counts as gone: what it left in line holds
+    memory and its request's seats.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[str], close: Callable[[], None]) -> None:
+    def __init__(
+        self, events: AsyncIterator[str], close: Callable[[], None], timeout_seconds: float
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
         self._close = close
+        self._timeout_seconds = timeout_seconds
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
         """Send all events."""
@@ -70,7 +77,11 @@ class EventStream(Response):
         await send(start)
         async for event in self._events:
             body = f"data: {event}\n\n".encode()
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+            try:
+                async with asyncio.timeout(self._timeout_seconds):
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
+            except TimeoutError:
+                raise ClientGoneError from None
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

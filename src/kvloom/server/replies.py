@@ -18,6 +18,7 @@ from kvloom.errors import KvloomError
 from kvloom.server.connection import ClientGoneError, EventStream, to_json, while_connected
 from kvloom.server.errors import ApiError, as_api_error
 from kvloom.server.schema import SamplingFields
+from kvloom.server.state import ServerState
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +103,7 @@ class Reply:
                     raise ApiError(503, "the server was shut down", code="unavailable")
 
 
-async def send(request: Request, body: SamplingFields, start: Any) -> Response:
+async def send(state: ServerState, request: Request, body: SamplingFields, start: Any) -> Response:
     """Answer a request as a whole or as a stream; `start` makes the Reply.
 
     The client may leave at any time: what it asked for is aborted.
@@ -113,7 +114,8 @@ async def send(request: Request, body: SamplingFields, start: Any) -> Response:
         if body.user is not None:
             reply.log["user"] = body.user
         if body.stream:
-            return EventStream(reply.events(body.wants_usage_chunk), reply.close)
+            events = reply.events(body.wants_usage_chunk)
+            return EventStream(events, reply.close, state.settings.send_timeout_seconds)
         try:
             return JSONResponse(await while_connected(request.receive, reply.whole()))
         finally:

@@ -18,6 +18,7 @@ class ServerSettings:
         max_choices: choices that may wait and run at once; more are refused with 429.
         max_body_bytes: of one request; more are refused with 413.
         body_timeout_seconds: within which the body of a request has to arrive.
+        send_timeout_seconds: within which the client of a stream has to take what fills the line.
         drain_seconds: how long running requests may go on after the first Ctrl-C.
     """
 
@@ -29,6 +30,7 @@ class ServerSettings:
     max_choices: int = 512
     max_body_bytes: int = 8 * 2**20
     body_timeout_seconds: float = 60.0
+    send_timeout_seconds: float = 60.0
     drain_seconds: float = 60.0
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
