@@ -13,6 +13,7 @@ from kvloom.config import (
     ModelConfig,
     SchedulerConfig,
     resolve_block_size,
+    resolve_memory_share,
 )
 from kvloom.errors import ConfigError
 
@@ -25,8 +26,8 @@ WRONG_KINDS = [
     ("seed", True, "an integer"),
     ("block_size", True, 'an integer or "auto"'),
     ("kv_cache_dtype", 5, "a text"),
-    ("memory_share", "x", "a number"),
-    ("memory_share", True, "a number"),
+    ("memory_share", "x", 'a number or "auto"'),
+    ("memory_share", True, 'a number or "auto"'),
     ("kv_cache_bytes", "1GiB", "an integer or None"),
     ("num_blocks", "x", "an integer or None"),
     ("num_blocks", 10.5, "an integer or None"),
@@ -129,3 +130,9 @@ def test_other_devices_are_torch_s(backend: str) -> None:
 def test_blocks_of_trainium_are_larger() -> None:
     sizes = [resolve_block_size("auto", device) for device in ("cpu", "cuda", "neuron", "trn2")]
     assert sizes == [16, 16, 32, 32]
+
+
+def test_a_device_gives_more_of_its_memory_than_the_host() -> None:
+    devices = ("cpu", "cuda", "neuron", "h100", "trn2")
+    assert [resolve_memory_share("auto", device) for device in devices] == [0.5, 0.9, 0.9, 0.9, 0.9]
+    assert resolve_memory_share(0.7, "cpu") == resolve_memory_share(0.7, "cuda") == 0.7

@@ -78,8 +78,9 @@ class CacheConfig:
         block_size: token positions per block; "auto" is 16 (32 for Trainium devices).
         kv_cache_dtype: format of stored keys and values; "auto" is float32 where the model computes
             in float32, and bfloat16 otherwise.
-        memory_share: share of the memory available at start that weights, activations and KV may
-            take together; within (0, 1].
+        memory_share: share of the memory that weights, activations and KV may take together, within
+            (0, 1]: of what is available at start on the host, of all that another device has.
+            "auto" is 0.5 of the host, which others use, too, and 0.9 of a device.
         kv_cache_bytes: bytes for KV alone; when set, `memory_share` is not used.
         num_blocks: number of blocks, block 0 included; when set, it replaces what memory allows.
         has_prefix_cache: whether blocks of equal prefixes are shared between requests.
@@ -87,7 +88,7 @@ class CacheConfig:
 
     block_size: int | Auto = AUTO
     kv_cache_dtype: str = AUTO
-    memory_share: float = 0.5
+    memory_share: float | Auto = AUTO
     kv_cache_bytes: int | None = None
     num_blocks: int | None = None
     has_prefix_cache: bool = True
@@ -97,7 +98,7 @@ class CacheConfig:
         size = self.block_size
         if size != AUTO and (not 1 <= size <= 256 or size & (size - 1)):
             raise ConfigError(f"block_size is {size}; give a power of two from 1 to 256")
-        if not 0.0 < self.memory_share <= 1.0:
+        if self.memory_share != AUTO and not 0.0 < self.memory_share <= 1.0:
             raise ConfigError(f"memory_share is {self.memory_share}; give a share within (0, 1]")
         if self.kv_cache_bytes is not None and self.kv_cache_bytes <= 0:
             raise ConfigError(f"kv_cache_bytes is {self.kv_cache_bytes}; give a positive number")
@@ -299,6 +300,13 @@ def resolve_block_size(block_size: int | Auto, device: str) -> int:
     if block_size != AUTO:
         return block_size
     return 32 if device.startswith(("trn", "neuron")) else 16
+
+
+def resolve_memory_share(memory_share: float | Auto, device: str) -> float:
+    """As given, or 0.5 of this host's memory, or 0.9 of a device's own, as in vLLM."""
+    if memory_share != AUTO:
+        return memory_share
+    return 0.5 if device == "cpu" else 0.9
 
 
 _PARTS: dict[str, Any] = {

@@ -106,6 +106,7 @@ def test_the_page_is_written(capsys, tmp_path):
         (("--speed", "2"), "--speed are for a --trace"),
         (("--trace", TRACE, "--output-tokens", "5"), "leave --output-tokens out"),
         (("--block-size", "0"), "give at least 1"),
+        (("--memory-share", "0"), "memory_share is 0"),
         (("--max-model-len", "1000000"), "was made for at most"),
         (("--device", "tpu-v5e"), "use more ranks"),
     ],

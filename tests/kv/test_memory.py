@@ -105,7 +105,7 @@ def test_logical_core_memory(device, cores, logical_gib):
 
 def test_neuron_default_is_capped():
     """Trn2, LNC 2, share 0.9: 21.6 GiB, of which KV gets at most 0.3: 6.48 GiB."""
-    budget = neuron_capped_budget(NeuronMemory(24 * GIB), USE, NeuronCap())
+    budget = neuron_capped_budget(NeuronMemory(24 * GIB), USE, NeuronCap(0.9))
     assert budget.kv_bytes == int(int(24 * GIB * 0.9) * 0.30)
     assert format_bytes(budget.kv_bytes) == "6.48 GiB"
     # A rank of Llama-3.3-70B over 16: 40,960 B per token, about 169.9k tokens.
@@ -114,7 +114,7 @@ def test_neuron_default_is_capped():
 
 def test_neuron_cap_gives_way_to_weights():
     use = MemoryUse(weights_bytes=20 * GIB, activation_bytes=0)
-    budget = neuron_capped_budget(NeuronMemory(24 * GIB), use, NeuronCap())
+    budget = neuron_capped_budget(NeuronMemory(24 * GIB), use, NeuronCap(0.9))
     assert budget.kv_bytes == int(24 * GIB * 0.9) - 20 * GIB
 
 
@@ -123,19 +123,19 @@ def test_neuron_minimum_budget():
     total = int(6 * GIB * 0.9)
     one_core = NeuronMemory(12 * GIB, 1)
     edge = MemoryUse(weights_bytes=total - GIB, activation_bytes=0)
-    assert neuron_capped_budget(one_core, edge, NeuronCap()).kv_bytes == GIB
+    assert neuron_capped_budget(one_core, edge, NeuronCap(0.9)).kv_bytes == GIB
     message = r"1,073,741,823 B are left .* minimum is 1\.00 GiB \(1,073,741,824 B\)"
     with pytest.raises(CapacityError, match=message):
-        neuron_capped_budget(one_core, MemoryUse(total - GIB + 1, 0), NeuronCap())
+        neuron_capped_budget(one_core, MemoryUse(total - GIB + 1, 0), NeuronCap(0.9))
     with pytest.raises(CapacityError, match="0 B are left"):
-        neuron_capped_budget(device, MemoryUse(100 * GIB, 0), NeuronCap())
-    assert neuron_capped_budget(device, edge, NeuronCap(min_bytes=0)).kv_bytes > 0
+        neuron_capped_budget(device, MemoryUse(100 * GIB, 0), NeuronCap(0.9))
+    assert neuron_capped_budget(device, edge, NeuronCap(0.9, min_bytes=0)).kv_bytes > 0
 
 
 @pytest.mark.parametrize("fraction", [0.0, -0.1, 1.1])
 def test_neuron_cap_fraction_is_within_bounds(fraction):
     with pytest.raises(ConfigError, match="cap_fraction"):
-        NeuronCap(cap_fraction=fraction)
+        NeuronCap(0.9, cap_fraction=fraction)
 
 
 def test_neuron_headroom_replaces_share_and_cap():
@@ -150,7 +150,7 @@ def test_neuron_headroom_replaces_share_and_cap():
     [
         cpu_budget(HostMemory(20 * GIB, 17 * GIB), 0.5, USE),
         cuda_budget(CudaMemory(80 * GIB), 0.5, USE),
-        neuron_capped_budget(NeuronMemory(24 * GIB), USE, NeuronCap()),
+        neuron_capped_budget(NeuronMemory(24 * GIB), USE, NeuronCap(0.9)),
         neuron_headroom_budget(NeuronMemory(24 * GIB), USE, GIB),
         explicit_budget(GIB, USE),
     ],

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from kvloom.config import EngineConfig
+from kvloom.cli.plan_budget import MemorySource
+from kvloom.config import DeviceConfig, EngineConfig
 from kvloom.dtypes import DType
 from kvloom.errors import CapacityError, ConfigError, ParallelSizeError, WeightsError
+from kvloom.kv.memory import CUDA_TOTAL_BYTES
 from kvloom.ops.backend import DeviceMemory
 from kvloom.ops.reference import ReferenceBackend
 from kvloom.runner import worker as worker_module
+from kvloom.runner.backends import choose_backend
 from kvloom.runner.collectives import SingleRankCommunicator, make_thread_communicators
 from kvloom.runner.worker import Worker
 
@@ -152,6 +157,34 @@ def test_a_device_with_memory_of_its_own_gives_a_share_of_all_of_it(fakes, monke
     budget = worker.determine_available_memory()
     use = budget.use
     assert budget.kv_bytes == 90_000_000 - use.weights_bytes - use.activation_bytes
+
+
+@pytest.mark.parametrize("options", [{}, {"memory_share": 0.75}])
+def test_a_plan_counts_on_what_an_engine_takes_of_this_host(fakes, monkeypatch, options):
+    for module in ("kvloom.runner.worker", "kvloom.kv.host_memory"):
+        monkeypatch.setattr(f"{module}.read_available_host_bytes", lambda: 100_000_000)
+    worker = make_worker(fakes, **options)
+    worker.load_model()
+    budget = worker.determine_available_memory()
+    share = options.get("memory_share", "auto")
+    assert MemorySource("cpu", share=share).budget(budget.use, 1) == budget
+
+
+@pytest.mark.parametrize("options", [{}, {"memory_share": 0.75}])
+def test_a_plan_counts_on_what_an_engine_takes_of_a_device(fakes, monkeypatch, options):
+    """The model runs in numpy; what the engine is told is that it runs on an empty H100."""
+
+    def choose_numpy(config, *of_model):
+        return choose_backend(replace(config, device=DeviceConfig(backend="reference")), *of_model)
+
+    memory = DeviceMemory(CUDA_TOTAL_BYTES["h100"], CUDA_TOTAL_BYTES["h100"])
+    monkeypatch.setattr(worker_module, "choose_backend", choose_numpy)
+    monkeypatch.setattr(ReferenceBackend, "read_device_memory", lambda self: memory)
+    worker = make_worker(fakes, device="cuda", **options)
+    worker.load_model()
+    budget = worker.determine_available_memory()
+    share = options.get("memory_share", "auto")
+    assert MemorySource("h100", share=share).budget(budget.use, 1) == budget
 
 
 def test_a_share_of_a_device_that_others_hold_is_refused(fakes, monkeypatch):

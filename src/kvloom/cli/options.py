@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from kvloom.config import (
     AUTO,
@@ -20,28 +21,31 @@ from kvloom.config import (
 
 _CACHE, _MODEL, _SCHEDULER = CacheConfig(), ModelConfig(), SchedulerConfig()
 _DRAFTS = SpeculativeConfig()
+_T = TypeVar("_T")
 
 
 def int_or_auto(text: str) -> int | str:
     """An integer, or "auto"."""
-    if text == AUTO:
-        return AUTO
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f'{text!r}; give a number or "auto"') from None
+    return _or_auto(text, int, "a number")
+
+
+def float_or_auto(text: str) -> float | str:
+    """A number, or "auto"."""
+    return _or_auto(text, float, "a number")
 
 
 def buckets_or_auto(text: str) -> tuple[int, ...] | str:
     """Numbers between commas, or "auto"."""
+    return _or_auto(text, lambda text: tuple(map(int, text.split(","))), "numbers between commas,")
+
+
+def _or_auto(text: str, convert: Callable[[str], _T], wanted: str) -> _T | str:
     if text == AUTO:
         return AUTO
     try:
-        return tuple(map(int, text.split(",")))
+        return convert(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(
-            f'{text!r}; give numbers between commas, or "auto"'
-        ) from None
+        raise argparse.ArgumentTypeError(f'{text!r}; give {wanted} or "auto"') from None
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -133,11 +137,11 @@ _CACHE_ARGUMENTS: _Arguments = (
     (
         ("--memory-share",),
         {
-            "type": float,
+            "type": float_or_auto,
             "default": _CACHE.memory_share,
-            "metavar": "X",
-            "help": "share of available memory for weights, activations and KV "
-            "(default: %(default)s)",
+            "metavar": "X|auto",
+            "help": "share of memory for weights, activations and KV "
+            "(default: 0.5 of what the host has free, 0.9 of another device)",
         },
     ),
     (

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvloom.cli.options import int_or_auto
+from kvloom.cli.options import float_or_auto, int_or_auto
 from kvloom.cli.plan_model import count_weights_bytes, read_model, resolve_dtypes
 from kvloom.config import (
     AUTO,
@@ -120,10 +120,11 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--memory-share",
-        type=float,
-        metavar="X",
+        type=float_or_auto,
+        default=CacheConfig().memory_share,
+        metavar="X|auto",
         help="share of a device's memory for weights, activations and KV "
-        f"(default: {CacheConfig().memory_share} of this host, 0.9 of other devices)",
+        "(default: 0.5 of what this host has free, 0.9 of other devices)",
     )
     parser.add_argument(
         "--headroom",
@@ -213,6 +214,7 @@ _ENGINE_OPTIONS = (
     "max_model_len",
     "max_num_batched_tokens",
     "block_size",
+    "memory_share",
     "dtype",
     "kv_cache_dtype",
 )
@@ -238,8 +240,6 @@ def run(args: argparse.Namespace) -> int:
     from kvloom.cli.plan_report import as_json, as_text
 
     options = {name: getattr(args, name) for name in _ENGINE_OPTIONS}
-    if args.memory_share is not None:
-        options["memory_share"] = args.memory_share
     config = EngineConfig.from_options(options)
     if args.compare is not None or args.for_users is not None or args.context is not None:
         sys.stdout.write(_choose_devices(args, config))
@@ -278,7 +278,7 @@ def _refuse_with_devices(args: argparse.Namespace) -> None:
         "--tp": args.tensor_parallel_size != ParallelConfig().tensor_parallel_size,
         "--max-model-len": args.max_model_len != AUTO,
         "--memory": args.memory is not None,
-        "--memory-share": args.memory_share is not None,
+        "--memory-share": args.memory_share != AUTO,
         "--headroom": args.headroom is not None,
         "--layout": args.layout != LAYOUTS[0],
         "--draw": args.draw,

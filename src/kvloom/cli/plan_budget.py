@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvloom.config import CacheConfig
+from kvloom.config import AUTO, Auto, resolve_memory_share
 from kvloom.errors import CapacityError, ConfigError
 from kvloom.kv import host_memory, memory
 from kvloom.simulate.devices import DEVICES
@@ -23,19 +23,20 @@ class MemorySource:
 
     Attributes:
         kv_bytes: for KV alone.
-        share: of the device's memory, for weights, activations and KV together.
+        share: of the device's memory, for weights, activations and KV together; "auto" is what an
+            engine on it would take.
         headroom_bytes: on Trainium, what is kept free instead of a cap on KV.
     """
 
     device: str = "cpu"
     kv_bytes: int | None = None
-    share: float | None = None
+    share: float | Auto = AUTO
     headroom_bytes: int | None = None
 
     def __post_init__(self) -> None:
         given = {
             "--memory": self.kv_bytes,
-            "--memory-share": self.share,
+            "--memory-share": None if self.share == AUTO else self.share,
             "--headroom": self.headroom_bytes,
         }
         names = [name for name, value in given.items() if value is not None]
@@ -72,21 +73,21 @@ class MemorySource:
         if self.kv_bytes is not None:
             self._check_capacity(self.kv_bytes, use)
             return memory.explicit_budget(self.kv_bytes, use)
+        share = resolve_memory_share(self.share, self.device)
         if self.device in _WHOLE_BYTES:
             total = memory.CudaMemory(_WHOLE_BYTES[self.device])
-            return memory.cuda_budget(total, self.share or memory.CUDA_DEFAULT_SHARE, use)
+            return memory.cuda_budget(total, share, use)
         if self.device in memory.NEURON_STACK_BYTES:
-            return self._neuron_budget(use)
+            return self._neuron_budget(use, share)
         available = host_memory.read_available_host_bytes()
         host = memory.HostMemory(available, available, num_ranks)
-        return memory.cpu_budget(host, self.share or CacheConfig().memory_share, use)
+        return memory.cpu_budget(host, share, use)
 
-    def _neuron_budget(self, use: memory.MemoryUse) -> memory.MemoryBudget:
+    def _neuron_budget(self, use: memory.MemoryUse, share: float) -> memory.MemoryBudget:
         stack = memory.NeuronMemory(memory.NEURON_STACK_BYTES[self.device])
         if self.headroom_bytes is not None:
             return memory.neuron_headroom_budget(stack, use, self.headroom_bytes)
-        cap = memory.NeuronCap() if self.share is None else memory.NeuronCap(share=self.share)
-        return memory.neuron_capped_budget(stack, use, cap)
+        return memory.neuron_capped_budget(stack, use, memory.NeuronCap(share))
 
     def _check_capacity(self, kv_bytes: int, use: memory.MemoryUse) -> None:
         sizes = _WHOLE_BYTES | memory.NEURON_STACK_BYTES

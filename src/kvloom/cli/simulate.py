@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from kvloom.cli.options import int_or_auto
+from kvloom.cli.options import float_or_auto, int_or_auto
 from kvloom.cli.plan import byte_count
 from kvloom.config import CacheConfig, SchedulerConfig
 
@@ -108,8 +108,9 @@ _MACHINE: tuple[tuple[str, _Settings], ...] = (
     (
         "--memory-share",
         {
-            "type": float,
-            "metavar": "X",
+            "type": float_or_auto,
+            "default": CacheConfig().memory_share,
+            "metavar": "X|auto",
             "help": "share of a device's memory for weights and KV (default: 0.9; 0.5 of a cpu)",
         },
     ),

@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from kvloom.cli.options import int_or_auto
+from kvloom.cli.options import float_or_auto, int_or_auto
 from kvloom.cli.plan import byte_count
 from kvloom.cli.plan_budget import MemorySource
 from kvloom.cli.plan_model import config_dtype, read_model, resolve_dtypes
@@ -61,7 +61,7 @@ _SWEEPABLE: dict[str, Callable[[str], Any]] = {
     "max_num_batched_tokens": int,
     "max_num_seqs": int,
     "memory": byte_count,
-    "memory_share": float,
+    "memory_share": float_or_auto,
     "rate": float,
     "replicas": int,
     "routing": str,
@@ -152,6 +152,7 @@ def _engine(args: argparse.Namespace) -> tuple[SimulatedEngine, CostModel]:
             "dtype": args.dtype,
             "max_model_len": args.max_model_len,
             "kv_cache_dtype": args.kv_cache_dtype,
+            "memory_share": args.memory_share,
             "num_blocks": args.num_blocks,
             "has_prefix_cache": args.has_prefix_cache,
             "max_num_seqs": args.max_num_seqs,

@@ -17,7 +17,6 @@ GIB = 1 << 30
 
 # What the driver reports as the whole of a device, which is less than the name on the box.
 CUDA_TOTAL_BYTES = {"h100": 81_559 * MIB, "h200": 143_771 * MIB}
-CUDA_DEFAULT_SHARE = 0.9
 
 # One stack of high-bandwidth memory: 96 GiB (Trainium2) or 144 GiB (Trainium3) in four stacks.
 NEURON_STACK_BYTES = {"trn2": 24 * GIB, "trn3": 36 * GIB}
@@ -86,7 +85,7 @@ class NeuronCap:
     room it cannot ask for later, as the KV shape is part of the compiled program.
     """
 
-    share: float = 0.9
+    share: float
     cap_fraction: float = 0.30
     min_bytes: int = GIB
 

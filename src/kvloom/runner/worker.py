@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvloom.config import AUTO, EngineConfig, resolve_block_size
+from kvloom.config import AUTO, EngineConfig, resolve_block_size, resolve_memory_share
 from kvloom.errors import ConfigError
 from kvloom.kv.host_memory import read_available_host_bytes
 from kvloom.kv.memory import (
@@ -89,7 +89,7 @@ class Worker:
         cache = self._config.cache
         host = HostMemory(self._start_bytes or 0, now_bytes or 0, self._num_ranks)
         if cache.kv_cache_bytes is None:
-            return cpu_budget(host, cache.memory_share, use)
+            return cpu_budget(host, self._memory_share, use)
         budget = explicit_budget(cache.kv_cache_bytes, use)
         if now_bytes is not None:
             check_available_now(budget, host, "lower kv_cache_bytes or max_num_batched_tokens")
@@ -102,11 +102,15 @@ class Worker:
         cache = self._config.cache
         if cache.kv_cache_bytes is None:
             device = CudaMemory(at_start.total_bytes, at_start.total_bytes - at_start.free_bytes)
-            return cuda_budget(device, cache.memory_share, use)
+            return cuda_budget(device, self._memory_share, use)
         budget = explicit_budget(cache.kv_cache_bytes, use)
         memory = HostMemory(at_start.free_bytes, now.free_bytes)
         check_available_now(budget, memory, "lower kv_cache_bytes or max_num_batched_tokens")
         return budget
+
+    @property
+    def _memory_share(self) -> float:
+        return resolve_memory_share(self._config.cache.memory_share, self._config.device.device)
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """The spec of every attention layer, by name."""
