@@ -31,7 +31,7 @@ from peers_engines import STATED_PEAKS, OpsPerSecond, Places, engine_commands, e
 from peers_engines import read_model_size as read_size
 from peers_folder import folder_that_begins_as
 from peers_probe import Probe
-from peers_process import EngineError, EngineProcess, busy_seconds
+from peers_process import TICK_SECONDS, EngineError, EngineProcess, busy_seconds
 from peers_prompts import PromptMaker
 from peers_report import QUIET_SHARE, Results, Sample, report
 
@@ -41,7 +41,6 @@ from kvloom.weights.checkpoint import open_checkpoint
 DEFAULT_ENGINES = "kvloom-bf16,kvloom-q4,pace,openvino,openvino-bf16,vllm,llama"
 MAX_TRIES = 3
 WARM_UP = -1  # its round
-TICK_SECONDS = 0.02  # what counting in ticks may be wrong by
 
 
 @dataclass(slots=True)

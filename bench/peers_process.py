@@ -15,6 +15,7 @@ from typing import Any
 # In a folder of its own: engines must not find our other scripts when they import by name.
 WORKER = Path(__file__).parent / "peers_side" / "peers_worker.py"
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+TICK_SECONDS = 0.02  # what counting in ticks may be wrong by
 EXIT_SECONDS = 20
 
 

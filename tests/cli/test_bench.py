@@ -25,8 +25,19 @@ def folder(tmp_path_factory):
 class CostClock:
     """A clock that a step moves by what it holds: made-up costs that the profile must find."""
 
+    IDLE_SECONDS = 0.004
+
     def __init__(self, work) -> None:
         self.now, self.work = 0.0, work
+        self.is_idle = False
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.is_idle = True
+
+    def step(self, chunks) -> None:
+        self.now += self.cost(chunks) + self.is_idle * self.IDLE_SECONDS
+        self.is_idle = False
 
     def cost(self, chunks) -> float:
         seconds = 0.0
@@ -58,7 +69,7 @@ def profile(folder, monkeypatch):
                 (n, scheduled[r])
                 for n, r in zip(cached.num_computed_tokens, cached.req_ids, strict=True)
             ]
-            clock.now += clock.cost(chunks)
+            clock.step(chunks)
             return output
 
         core.scheduler.schedule = watched
@@ -69,6 +80,7 @@ def profile(folder, monkeypatch):
 
     monkeypatch.setattr(bench_profile.EngineCore, "step", timed_step)
     monkeypatch.setattr(bench_profile.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(bench_profile.time, "sleep", clock.sleep)
     return measure_profile(config, 1), clock
 
 
@@ -80,6 +92,7 @@ def test_made_up_costs_are_found(profile):
         assert seconds == pytest.approx(clock.cost([(0, count)]))
     assert measured.decode_seconds_per_byte == pytest.approx(1e-6, rel=0.01)
     assert measured.chunk_seconds_per_flop == pytest.approx(1e-7, rel=0.01)
+    assert measured.idle_seconds == pytest.approx(clock.IDLE_SECONDS)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +112,9 @@ def test_a_profile_is_printed_saved_and_used(folder, tmp_path, capsys):
     options = ["--backend", "reference", "--max-num-batched-tokens", "48", "--max-num-seqs", "4"]
     args = ["--model", str(folder), *options, "--num-blocks", "100", "--rounds", "1"]
     assert main(["bench", *args, "--save-profile", str(file)]) == 0
-    assert "One more token each" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "One more token each" in printed
+    assert "after a pause" in printed
     saved = read_profile(file)
     assert (saved.model, saved.tensor_parallel_size) == (str(folder), 1)
     steps = ["--max-num-batched-tokens", "48", "--max-num-seqs", "4", "--dtype", "float32"]

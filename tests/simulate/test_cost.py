@@ -26,8 +26,8 @@ WORK = ModelWork(
 PEAK = Efficiency(compute=1, memory=1, link=1, step_seconds=0.25, collective_seconds=0.5)
 
 
-def seconds(cost, *chunks, num_rows=0):
-    return cost.step_seconds(StepShape(list(chunks), num_rows))
+def seconds(cost, *chunks, num_rows=0, is_after_idle=False):
+    return cost.step_seconds(StepShape(list(chunks), num_rows, is_after_idle))
 
 
 def test_few_tokens_wait_for_the_weights():
@@ -88,6 +88,7 @@ PROFILE = Profile(
     decode_num_computed=20,
     decode_seconds_per_byte=0.001,
     chunk_seconds_per_flop=0.0005,
+    idle_seconds=0.75,
 )
 
 
@@ -101,6 +102,8 @@ def test_what_was_measured_comes_out_again():
     cost = PROFILE.cost(WORK, 1)
     for num_tokens, measured in PROFILE.chunk_seconds[1:]:
         assert seconds(cost, (0, num_tokens)) == pytest.approx(measured)
+    for num_requests, measured in PROFILE.decode_seconds:
+        assert seconds(cost, *[(20, 1)] * num_requests) == pytest.approx(measured)
 
 
 def test_context_costs_what_it_was_measured_to():
@@ -111,11 +114,30 @@ def test_context_costs_what_it_was_measured_to():
     assert later == pytest.approx(4000 * 8 * 0.0005)
 
 
-def test_requests_cost_what_was_measured_with_as_many():
+def test_context_adds_to_the_tokens_of_many_requests():
     cost = PROFILE.cost(WORK, 1)
-    assert seconds(cost, *[(20, 1)] * 4) == pytest.approx(3.2)
     longer = seconds(cost, *[(70, 1)] * 4)
     assert longer == pytest.approx(3.2 + 4 * 50 * 16 * 0.001)
+
+
+def test_prompts_beside_tokens_cost_what_both_were_measured_to():
+    """Seven tokens lie at 3/96 of the way from 4 to 100; all keys and pairs come on top.
+
+    Without attention, 4 requests cost 3.2 - 4 x 21 keys of 16 B, and 4 tokens of one 1.6 - 10 pairs
+    of 8 operations.
+    """
+    cost = PROFILE.cost(WORK, 1)
+    many = (3.2 - 4 * 21 * 16 * 0.001) - (1.6 - 10 * 8 * 0.0005)
+    together = (1.6 + 3 / 96 * 10.4) - 28 * 8 * 0.0005 + many
+    attention = 3 * 31 * 16 * 0.001 + 10 * 8 * 0.0005
+    assert seconds(cost, (0, 4), *[(30, 1)] * 3) == pytest.approx(together + attention)
+
+
+def test_a_pause_costs_the_step_after_it_what_it_was_measured_to():
+    cost = PROFILE.cost(WORK, 1)
+    for chunks in ([(0, 4)], [(20, 1)] * 4):
+        busy, paused = (seconds(cost, *chunks, is_after_idle=idle) for idle in (False, True))
+        assert paused - busy == pytest.approx(0.75)
 
 
 def test_profiles_are_read_as_they_were_saved(tmp_path):
@@ -123,7 +145,7 @@ def test_profiles_are_read_as_they_were_saved(tmp_path):
     assert read_profile(tmp_path / "p.json") == PROFILE
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "kvloom profile 1"}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "kvloom profile 2"}'])
 def test_other_files_are_no_profiles(tmp_path, text):
     (tmp_path / "p.json").write_text(text)
     with pytest.raises(ConfigError, match="--save-profile"):

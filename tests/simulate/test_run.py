@@ -15,6 +15,7 @@ from kvloom.simulate.results import Distribution, Limits, as_data, summarise
 from kvloom.simulate.routing import ROUTES
 from kvloom.simulate.run import MAX_SAMPLES, Sample, Simulation, SimulationResult, Timeline
 from kvloom.simulate.trace import Selection, TraceRequest, read_trace
+from kvloom.simulate.work import StepShape
 from simulated_engines import UnitCost, make_engine, requests_of
 
 DATA = Path(__file__).parents[1] / "data"
@@ -39,6 +40,26 @@ def test_a_request_begins_with_the_step_after_its_arrival():
     """Steps 0-1 and 1-2 are the first one's; what arrives at 0.5 begins at 1, at 7.5 at once."""
     result = run(requests_of((0.0, 3, 2), (0.5, 3, 3), (7.5, 3, 1)))
     assert times(result) == [(0.0, 1.0, 2.0), (1.0, 2.0, 4.0), (7.5, 8.5, 8.5)]
+
+
+class PauseCost:
+    """Steps of a second; those before which the engine was idle take another half."""
+
+    def step_seconds(self, step: StepShape) -> float:
+        return 1.5 if step.is_after_idle else 1.0
+
+
+def test_the_first_step_after_a_pause_is_told_apart():
+    """The engine is idle before 0, and from 4.5 to 7.5; at 10 there is no pause between."""
+    requests = requests_of((0.0, 3, 2), (0.5, 3, 3), (7.5, 3, 2), (10.0, 3, 1))
+    result = Simulation(make_engine(), PauseCost(), 1, ROUTES["round-robin"]).run(requests)
+    assert times(result) == [(0.0, 1.5, 2.5), (1.5, 2.5, 4.5), (7.5, 9.0, 10.0), (10.0, 11.0, 11.0)]
+
+
+def test_each_replica_pauses_by_itself():
+    requests = requests_of((0.0, 3, 4), (1.0, 3, 1), (1.5, 3, 1))
+    result = Simulation(make_engine(), PauseCost(), 2, ROUTES["round-robin"]).run(requests)
+    assert times(result) == [(0.0, 1.5, 4.5), (1.0, 2.5, 2.5), (1.5, 2.5, 2.5)]
 
 
 def test_what_arrives_when_a_step_ends_joins_the_next():

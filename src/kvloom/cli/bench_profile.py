@@ -32,6 +32,7 @@ from kvloom.simulate.work import Chunk, ModelWork
 _NUM_SHORT = 16  # tokens of a prompt whose context is next to nothing
 _NUM_DECODE_STEPS = 8
 _MAX_REPEATED, _NUM_REPEATS = 128, 5  # tokens; one short step alone says little
+_PAUSE_SECONDS = 0.1  # enough for threads and processors to fall asleep
 _MAX_REQUESTS = 64
 _MAX_CONTEXT = 4096  # longer ones cost in proportion, and take minutes
 _MAX_LONG_REQUESTS = 4
@@ -103,6 +104,7 @@ class StepMeter:
         self._later_chunks: dict[Chunk, list[float]] = defaultdict(list)
         self._decodes: dict[int, list[_DecodeTime]] = defaultdict(list)
         self._long_decodes: list[_DecodeTime] = []
+        self._idle_chunks: list[float] = []  # of a short prompt
 
     def warm_up(self) -> None:
         """Touch memory that no step has touched."""
@@ -115,6 +117,9 @@ class StepMeter:
             num_repeats = 1 if num_tokens > _MAX_REPEATED else _NUM_REPEATS
             for _ in range(num_repeats):
                 self._chunks[num_tokens] += self._run_prompt(num_tokens)
+        for _ in range(_NUM_REPEATS):
+            time.sleep(_PAUSE_SECONDS)
+            self._idle_chunks.append(self._run_prompt(self._num_short_chunk)[0])
         for num_requests in _powers_up_to(self._max_requests):
             self._decodes[num_requests].append(self._run_decode(num_requests, _NUM_SHORT))
         most = min(_MAX_LONG_REQUESTS, self._num_fitting(self._context))
@@ -144,7 +149,12 @@ class StepMeter:
             decode_num_computed=self._num_short_computed,
             decode_seconds_per_byte=self._decode_slope(decodes, work),
             chunk_seconds_per_flop=self._chunk_slope(chunks, work),
+            idle_seconds=self._idle_seconds(chunks),
         )
+
+    @property
+    def _num_short_chunk(self) -> int:
+        return min(_NUM_SHORT, self._max_chunk)
 
     @property
     def _num_short_computed(self) -> int:
@@ -169,6 +179,11 @@ class StepMeter:
             seconds += median(measured) - interpolate(chunks, chunk[1])
             flops += attention_flops(work, chunk) - attention_flops(work, (0, chunk[1]))
         return max(seconds / flops, 0.0) if flops else 0.0
+
+    def _idle_seconds(self, chunks: Measured) -> float:
+        """Seconds that a short prompt takes longer after a pause than after other steps."""
+        busy = interpolate(chunks, self._num_short_chunk)
+        return max(median(self._idle_chunks) - busy, 0.0)
 
     def _num_fitting(self, num_tokens: int) -> int:
         """Requests of so many tokens that surely fit at once: half of what blocks alone allow."""
@@ -245,7 +260,8 @@ def as_text(profile: Profile) -> str:
     ]
     return (
         f"{profile.model} on {profile.machine}, tp {profile.tensor_parallel_size}\n\n"
-        f"Prompts\n{_table('tokens', chunks)}\nOne more token each\n{_table('requests', decodes)}"
+        f"Prompts\n{_table('tokens', chunks)}\nOne more token each\n{_table('requests', decodes)}\n"
+        f"The first step after a pause takes {format_seconds(profile.idle_seconds)} s more.\n"
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from kvloom.errors import ConfigError
 from kvloom.simulate.work import Chunk, ModelWork, StepShape
 
-FORMAT = "kvloom profile 1"
+FORMAT = "kvloom profile 2"
 Measured = tuple[tuple[int, float], ...]
 """(how many, seconds), by how many."""
 
@@ -27,6 +27,8 @@ class Profile:
         decode_num_computed: tokens before each of these, on average.
         decode_seconds_per_byte: more per byte of keys and values that one-token chunks see.
         chunk_seconds_per_flop: more per attention operation of longer chunks.
+        idle_seconds: more for the first step after a pause: the threads sleep, the caches hold
+            other things.
     """
 
     model: str
@@ -37,6 +39,7 @@ class Profile:
     decode_num_computed: int
     decode_seconds_per_byte: float
     chunk_seconds_per_flop: float
+    idle_seconds: float
 
     def cost(self, work: ModelWork, num_ranks: int) -> MeasuredCost:
         """The cost model of an engine with this work per rank.
@@ -84,8 +87,10 @@ class MeasuredCost:
     """Step times between those measured.
 
     ```
-    step = chunk(tokens) + (decode(requests) - chunk(requests))    what many requests add to one
+    step = decode(requests)                                        if each has one token, else
+           chunk(tokens) + (decode(requests) - chunk(requests))    what many requests add to one
            + attention of the chunks - that of the chunks measured
+           + idle                                                  if the engine had nothing to do
     ```
     """
 
@@ -94,16 +99,24 @@ class MeasuredCost:
 
     def step_seconds(self, step: StepShape) -> float:
         """See the class."""
-        profile, num_requests = self.profile, len(step.chunks)
-        num_tokens = step.num_tokens
+        num_tokens, num_requests = step.num_tokens, len(step.chunks)
         if not num_tokens:
-            return profile.chunk_seconds[0][1]
-        seconds = self._plain_chunk(num_tokens)
-        if num_requests > 1:
-            many = interpolate(profile.decode_seconds, num_requests)
-            many -= num_requests * self._attention_seconds((profile.decode_num_computed, 1))
-            seconds += max(many - self._plain_chunk(num_requests), 0.0)
-        return seconds + sum(map(self._attention_seconds, step.chunks))
+            return self.profile.chunk_seconds[0][1]
+        if num_tokens == num_requests:
+            seconds = self._plain_decode(num_requests)
+        else:
+            seconds = self._plain_chunk(num_tokens)
+            if num_requests > 1:
+                more = self._plain_decode(num_requests) - self._plain_chunk(num_requests)
+                seconds += max(more, 0.0)
+        seconds += sum(map(self._attention_seconds, step.chunks))
+        return seconds + (self.profile.idle_seconds if step.is_after_idle else 0.0)
+
+    def _plain_decode(self, num_requests: int) -> float:
+        """Of one token for each request, without their attention."""
+        measured = interpolate(self.profile.decode_seconds, num_requests)
+        each = self._attention_seconds((self.profile.decode_num_computed, 1))
+        return measured - num_requests * each
 
     def _plain_chunk(self, num_tokens: int) -> float:
         """Of one request's first tokens, without its attention."""

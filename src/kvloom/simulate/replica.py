@@ -80,6 +80,7 @@ class Replica:
         self.num_steps = 0
         self.busy_seconds = 0.0
         self._output: SchedulerOutput | None = None  # the step in flight, or the last one
+        self._last_end: float | None = None  # of a step
         self._cost = cost
         self._sampled: list[LiveRequest] = []  # by the step in flight
         self._manager = KVCacheManager(
@@ -145,7 +146,9 @@ class Replica:
         """Schedule a step; when it will end."""
         output = self._output = self._scheduler.schedule()
         self._note_samples(output, now)
-        seconds = self._cost.step_seconds(StepShape(_chunks(output), len(self._sampled)))
+        is_after_idle = self._last_end != now  # else this step follows the last one at once
+        step = StepShape(_chunks(output), len(self._sampled), is_after_idle)
+        seconds = self._cost.step_seconds(step)
         self.num_steps += 1
         self.busy_seconds += seconds
         return now + seconds
@@ -153,6 +156,7 @@ class Replica:
     def end_step(self, now: float) -> list[RequestRecord]:
         """Hand the step's tokens to the scheduler; the records of requests that ended."""
         assert self._output is not None
+        self._last_end = now
         sampled = {live.request.req_id: [live.next_token_id()] for live in self._sampled}
         events = self._scheduler.update(self._output, ModelRunnerOutput(sampled))
         ended = []

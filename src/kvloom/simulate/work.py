@@ -31,10 +31,12 @@ class StepShape:
     Attributes:
         chunks: one per request.
         num_rows: requests whose logits are wanted, as they get a token.
+        is_after_idle: whether the engine had nothing to do before it.
     """
 
     chunks: list[Chunk]
     num_rows: int
+    is_after_idle: bool = False
 
     @property
     def num_tokens(self) -> int:
