@@ -244,6 +244,33 @@ def test_tokenising_does_not_hold_the_event_loop(
     asyncio.run(main())
 
 
+def test_long_texts_keep_no_short_one_waiting(
+    engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More of them than `asyncio.to_thread` has threads."""
+    may_end, encode = threading.Event(), engine.tokenizer.encode
+
+    def slow_encode(text: str, add_special_tokens: bool) -> list[int]:
+        if len(text) > 100_000:
+            assert may_end.wait(timeout=60)
+        return encode(text, add_special_tokens)
+
+    async def main() -> None:
+        monkeypatch.setattr(engine.tokenizer, "encode", slow_encode)
+        chat = [{"role": "user", "content": "x" * 200_000}]
+        long_ones = [asyncio.create_task(engine.generate("x" * 200_000)) for _ in range(40)]
+        long_ones += [asyncio.create_task(engine.chat(chat)) for _ in range(40)]
+        await asyncio.sleep(0.05)
+        try:
+            await asyncio.wait_for(engine.generate("one", greedy()), 30)
+        finally:
+            may_end.set()
+        for refused in await asyncio.gather(*long_ones, return_exceptions=True):
+            assert isinstance(refused, RequestError)
+
+    asyncio.run(main())
+
+
 def test_encoding_lets_other_threads_run(engine: AsyncLLM) -> None:
     """Were the interpreter held throughout, this thread would hardly count at all."""
     text = "many words of a long text " * 40_000

@@ -224,6 +224,7 @@ def test_a_priority_reaches_the_engine(live: LiveServer, path: str, monkeypatch)
         ({"stop": 5}, "stop"),
         ({"stop": ["x"] * 65}, "stop"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"\u0663": 1}}, "logit_bias"),  # a digit, but not of ours
         ({"logit_bias": {"300": 1}}, "logit_bias"),
         ({"logit_bias": {"3": 101}}, "logit_bias[3]"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),

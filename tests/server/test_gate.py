@@ -69,6 +69,22 @@ def test_unknown_paths_and_methods_have_openai_s_shape(live: LiveServer) -> None
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
 
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b'{"prompt":', "Expecting value"),
+        (b'{"prompt": "\xff"}', "UTF-8"),
+        (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "too deep"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "too many digits"),
+    ],
+)
+def test_a_body_that_is_no_json_says_why(live: LiveServer, body: bytes, reason: str) -> None:
+    headers = {"Content-Type": "application/json"}
+    answer = httpx.post(f"{live.url}/v1/completions", content=body, headers=headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
+    assert reason in answer.json()["error"]["message"]
+
+
 def test_request_ids_come_back(live: LiveServer) -> None:
     given = live.get("/version", headers={"x-request-id": "mine-1"})
     assert given.headers["x-request-id"] == "mine-1"
@@ -122,6 +138,9 @@ def test_a_key_is_asked_for(tiny_folder: Path) -> None:
         for key in ("one1", "on", "", "three"):
             with pytest.raises(openai.AuthenticationError):
                 live.openai(api_key=key or "x").models.list()
+        for header, status in (("bearer one", 200), ("BEARER  two", 200), ("Basic one", 401)):
+            answer = live.get("/v1/models", headers={"Authorization": header})
+            assert answer.status_code == status, header
         assert live.openai(api_key="one").models.list().data
         assert live.openai(api_key="two").models.list().data
         assert live.get("/health").status_code == 200

@@ -23,6 +23,8 @@ from kvloom.tokenizer import ChatOptions
 
 T = TypeVar("T")
 
+_LONG = 100_000  # characters or tokens: about a second's work
+
 
 @dataclass(frozen=True, slots=True)
 class Submission:
@@ -122,6 +124,7 @@ class AsyncLLM:
         self._engine = EngineThread(engine.core)
         self._ids = itertools.count()
         self._grammar_thread = ThreadPoolExecutor(1, "kvloom-grammar-check")
+        self._long_texts_thread = ThreadPoolExecutor(1, "kvloom-long-texts")
         self._num_open_choices = 0
         self._is_closed = False
 
@@ -183,7 +186,7 @@ class AsyncLLM:
     async def prepare(self, prompt: Prompt, params: SamplingParams) -> PreparedPrompt:
         """Check and tokenise a prompt, off the event loop."""
         await self._check_grammar(params)
-        return await asyncio.to_thread(self._inputs.prepare, prompt, params)
+        return await self.off_loop(len(prompt), lambda: self._inputs.prepare(prompt, params))
 
     async def prepare_chat(
         self,
@@ -194,7 +197,17 @@ class AsyncLLM:
         """Render and tokenise a conversation, off the event loop."""
         await self._check_grammar(params)
         chosen = options or ChatOptions()
-        return await asyncio.to_thread(self._inputs.prepare_chat, messages, params, chosen)
+        return await self.off_loop(
+            len(str(messages)), lambda: self._inputs.prepare_chat(messages, params, chosen)
+        )
+
+    async def off_loop(self, size: int, work: Callable[[], T]) -> T:
+        """The result of `work` on `size` characters or tokens, on a thread.
+
+        Long texts wait for each other, and short ones for none of them.
+        """
+        thread = self._long_texts_thread if size > _LONG else None
+        return await asyncio.get_running_loop().run_in_executor(thread, work)
 
     async def _check_grammar(self, params: SamplingParams) -> None:
         """Slow grammars wait for each other, and not the prompts of other requests for them."""
@@ -244,6 +257,7 @@ class AsyncLLM:
             self._engine.shutdown()
             self._core.shutdown()
             self._grammar_thread.shutdown()
+            self._long_texts_thread.shutdown(wait=False, cancel_futures=True)
             self._inputs.shutdown()
 
     async def _collect(self, submission: Submission) -> RequestOutput:

@@ -82,6 +82,8 @@ def add_error_handlers(app: FastAPI) -> None:
 
     async def http_error(_request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
+        if error.status_code == 400:  # FastAPI could not even read the body
+            return _unreadable(error.__cause__).response
         message = f"{error.detail}: see /openapi.json for what there is"
         return ApiError(error.status_code, message, headers=error.headers).response
 
@@ -93,6 +95,15 @@ def add_error_handlers(app: FastAPI) -> None:
         app.add_exception_handler(kind, any_error)
     app.add_exception_handler(HTTPException, http_error)
     app.add_exception_handler(RequestValidationError, invalid)
+
+
+def _unreadable(cause: BaseException | None) -> ApiError:
+    reason = "it is not in UTF-8"
+    if isinstance(cause, RecursionError):
+        reason = "lists or objects are too deep in each other"
+    elif isinstance(cause, ValueError) and not isinstance(cause, UnicodeDecodeError):
+        reason = "a number has too many digits"
+    return ApiError(400, f"the body cannot be read as JSON: {reason}", code="invalid_json")
 
 
 def from_validation(errors: Sequence[Any], body: Any) -> ApiError:

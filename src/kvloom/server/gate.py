@@ -84,10 +84,10 @@ class Gate:
         keys = self._settings.api_keys
         if not keys or path in OPEN_PATHS:
             return
-        given = headers.get("authorization", b"")
+        scheme, _, given = headers.get("authorization", b"").partition(b" ")
         # All keys are compared, and each takes the same time however much of it is right.
-        is_right = [hmac.compare_digest(given, b"Bearer " + key.encode()) for key in keys]
-        if not any(is_right):
+        is_right = [hmac.compare_digest(given.strip(), key.encode()) for key in keys]
+        if scheme.lower() != b"bearer" or not any(is_right):
             raise ApiError(
                 401,
                 "this server asks for an API key: Authorization: Bearer KEY",

@@ -75,7 +75,7 @@ class SamplingFields(StrictModel):
     @classmethod
     def _has_token_ids(cls, biases: dict[str, float] | None) -> dict[str, float] | None:
         for key in biases or ():
-            if not key.isdecimal() or len(key) > 10:
+            if not (key.isascii() and key.isdecimal()) or len(key) > 10:
                 raise ValueError(f"{key!r} is not a token id")
         return biases
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from kvloom.engine.async_llm import AsyncLLM
@@ -13,7 +12,8 @@ from kvloom.tokenizer import ChatOptions
 
 async def tokenize(llm: AsyncLLM, body: TokenizeRequest) -> dict[str, Any]:
     """Token ids of a text or a conversation, as a completion or chat request would have them."""
-    ids = await asyncio.to_thread(_encode, llm, body)
+    size = len(body.prompt or "") + sum(len(str(m.content)) for m in body.messages or ())
+    ids = await llm.off_loop(size, lambda: _encode(llm, body))
     return {"count": len(ids), "max_model_len": llm.max_model_len, "tokens": ids}
 
 
@@ -42,5 +42,7 @@ async def detokenize(llm: AsyncLLM, body: DetokenizeRequest) -> dict[str, Any]:
             raise RequestError(
                 f"tokens[{index}]", f"{token_id} is not within [0, {llm.vocab_size})"
             )
-    text = await asyncio.to_thread(llm.tokenizer.decode, body.tokens, skip_special_tokens=False)
+    text = await llm.off_loop(
+        len(body.tokens), lambda: llm.tokenizer.decode(body.tokens, skip_special_tokens=False)
+    )
     return {"prompt": text}
