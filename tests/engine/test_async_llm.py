@@ -28,6 +28,7 @@ def engine(folder: Path, request: pytest.FixtureRequest) -> Iterator[AsyncLLM]:
         has_async_stepping=request.param == "async",
     )
     yield engine
+    assert engine._engine._thread.is_alive()  # else the inspection below would wait for ever
     assert engine.num_open_choices == 0
     engine._engine.inspect(lambda core: core.manager.check()).result()
     assert engine.stats.cache.num_used_blocks == 0
@@ -136,8 +137,11 @@ def test_an_inspection_that_is_cancelled_harms_no_one(engine: AsyncLLM) -> None:
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(result, asyncio.CancelledError) for result in results)
         go_on.set()
-        answer = await asyncio.wait_for(engine.generate("one", greedy()), 60)
-        return answer.outputs[0].finish_reason or ""
+        answer = asyncio.create_task(engine.generate("one", greedy()))
+        while not answer.done():  # what nobody computes would never be
+            assert engine._engine._thread.is_alive()
+            await asyncio.sleep(0.001)
+        return answer.result().outputs[0].finish_reason or ""
 
     assert asyncio.run(main()) == "length"
 
