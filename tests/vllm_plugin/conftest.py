@@ -16,6 +16,8 @@ HAS_VLLM = importlib.util.find_spec("vllm") is not None
 if not HAS_VLLM:
     collect_ignore_glob = ["test_*.py"]
 
+# Tests run beside each other, one for each core.
+ONE_THREAD = {"num_threads": 1}
 # A model of which vLLM reads nothing but this.
 _CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -69,8 +71,10 @@ def _llms() -> Iterator[Callable[..., Any]]:
 
     made = []
 
+    defaults = {"kv_cache_memory_bytes": 1 << 28, "additional_config": ONE_THREAD}
+
     def make(model: Path, **options: Any) -> Any:
-        made.append(LLM(model=str(model), **{"kv_cache_memory_bytes": 1 << 28} | options))
+        made.append(LLM(model=str(model), **defaults | options))
         return made[-1]
 
     yield make
@@ -102,17 +106,28 @@ def llm(smollm2_float32: Path) -> Iterator[Any]:
 @pytest.fixture(scope="session")
 def smollm2_float32(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """SmolLM2 as a Hugging Face folder in float32."""
-    from float32_folder import make_float32_folder
-
-    return make_float32_folder(smollm2, tmp_path_factory.mktemp("smollm2"))
+    return _float32_folder(smollm2, "smollm2", tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
 def gemma3_float32(models_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same for Gemma 3 270M, whose layers are of two kinds."""
-    from float32_folder import make_float32_folder
-
     path = models_dir / "gemma-3-270m-q4_k_m.gguf"
     if not path.exists():
         pytest.skip(f"{path.name} is not there; run scripts/fetch_models")
-    return make_float32_folder(path, tmp_path_factory.mktemp("gemma3"))
+    return _float32_folder(path, "gemma3", tmp_path_factory)
+
+
+def _float32_folder(gguf: Path, name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Made once for all of pytest's processes: it takes long."""
+    from filelock import FileLock
+
+    from float32_folder import make_float32_folder
+
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent  # of all processes of this run
+    with FileLock(root / f"{name}.lock"):
+        if not (root / name).exists():
+            make_float32_folder(gguf, root / name)
+    return root / name

@@ -73,7 +73,6 @@ def test_a_prompt_in_chunks_scores_as_in_transformers(
         max_num_seqs=2,
         max_num_batched_tokens=7,
         max_logprobs=vocab_size,
-        additional_config={"num_threads": 1},
     )
     params = SamplingParams(
         temperature=0, max_tokens=1, prompt_logprobs=vocab_size, logprobs=vocab_size

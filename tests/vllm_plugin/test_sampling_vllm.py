@@ -14,6 +14,8 @@ from vllm.sampling_params import StructuredOutputsParams
 import kvloom
 from float32_folder import MAX_SCORED, NUM_NEW_TOKENS, read_cases
 
+pytestmark = pytest.mark.xdist_group("one engine")
+
 CASES = [case for case in read_cases("smollm2") if len(case.prompt) <= MAX_SCORED]
 LONGEST = max(read_cases("smollm2"), key=lambda case: len(case.prompt)).prompt
 NEAR = 1e-3
@@ -78,7 +80,11 @@ GREEDY: list[dict[str, Any]] = [
 def test_what_changes_logits_does_so_as_in_our_own_engine(llm: Any, smollm2_float32: Path) -> None:
     prompt = CASES[-1].prompt
     own = kvloom.LLM(
-        model=str(smollm2_float32), dtype="float32", max_model_len=1200, kv_cache_bytes=1 << 26
+        model=str(smollm2_float32),
+        dtype="float32",
+        num_threads=1,
+        max_model_len=1200,
+        kv_cache_bytes=1 << 26,
     )
     plain = tokens(llm, prompt, temperature=0)
     for changes in GREEDY:

@@ -17,6 +17,8 @@ import pytest
 
 from float32_folder import read_cases
 
+pytestmark = pytest.mark.xdist_group("one server")
+
 START_SECONDS = 180
 SOON = 30
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
@@ -34,6 +36,7 @@ def url(smollm2_float32: Path) -> Iterator[str]:
     command += ["--served-model-name", "smollm2", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--dtype", "float32", "--max-model-len", "2048"]
     command += ["--kv-cache-memory-bytes", str(1 << 28)]
+    command += ["--additional-config", '{"num_threads": 1}']
     with subprocess.Popen(command) as server:
         try:
             wait_until_healthy(server, f"http://127.0.0.1:{port}/health")
