@@ -15,6 +15,7 @@
 #include <cstring>
 #include <limits>
 
+#include "kvloom/far_reads.hpp"
 #include "kvloom/format.hpp"
 #include "kvloom/gemm_dequantise.hpp"
 #include "kvloom/gemm_epilogue.hpp"
@@ -53,6 +54,12 @@ constexpr bool is_quantised(Format format) { return format == Format::Q8 || form
 // Whether run_gemm_item makes bf16 panels of the weight's before it multiplies them.
 constexpr bool is_dequantised(const Gemm& gemm) {
   return is_quantised(gemm.weight.format) && gemm.rows.format == RowFormat::BF16;
+}
+
+// Bytes that the kernel reads of a panel.
+constexpr size_t read_panel_bytes(const Gemm& gemm) {
+  return panel_bytes(is_dequantised(gemm) ? Format::BF16 : gemm.weight.format,
+                     gemm.weight.num_inputs);
 }
 
 // Bytes of scratch that one thread needs, 64-byte aligned, whatever the number of rows.
@@ -114,20 +121,18 @@ inline GemmRange item_range(const Gemm& gemm, const GemmPlan& plan, int item) {
           std::min(part_start(units, chunk + 1, plan.num_chunks) * width, panels)};
 }
 
-// What to bring near while `tile` of the block is multiplied with `panel`: a single tile looks a
-// little ahead of itself, several share the panel that is next, be it another item's: a thread
-// takes items in order. With one or two rows the hardware's own prefetching does most of it; more
-// arithmetic per byte leaves that behind.
-inline Lookahead look_ahead(const Gemm& gemm, const GemmRange& range, int panel, int tile) {
+// The weights to bring near while `tile` of the block is multiplied with `panel`: a single tile
+// looks a little ahead of itself, several share the panel that is next, be it another item's: a
+// thread takes items in order. With one or two rows the hardware's own prefetching does most of it;
+// more arithmetic per byte leaves that behind.
+inline Stream next_weights(const Gemm& gemm, const GemmRange& range, int panel, int tile) {
   constexpr size_t kFewRowsAhead = 2048, kManyRowsAhead = 8192;
-  constexpr size_t kMaxTiles = 16;  // beyond, the hardware has time enough by itself
   const size_t bytes = panel_bytes(gemm.weight.format, gemm.weight.num_inputs);
   const size_t tiles = static_cast<size_t>(range.end_tile - range.first_tile);
   const size_t index = static_cast<size_t>(tile - range.first_tile);
   const auto start = reinterpret_cast<uintptr_t>(group_at(gemm.weight, panel, 0));
   const int panels = num_panels(gemm.weight.order, gemm.weight.num_outputs);
   const auto end = reinterpret_cast<uintptr_t>(group_at(gemm.weight, panels, 0));
-  if (tiles > kMaxTiles) return {start, 0};
   const bool is_alone = tiles == 1 && !is_dequantised(gemm);
   const size_t unit_bytes = bytes * static_cast<size_t>(unit_panels(gemm.epilogue.kind));
   // Of narrow strips the first leaves half of the panel's bytes for the second to ask for.
@@ -137,9 +142,27 @@ inline Lookahead look_ahead(const Gemm& gemm, const GemmRange& range, int panel,
   const size_t ahead = is_alone ? alone_ahead : unit_bytes + bytes * index / tiles;
   if (start + ahead + 2 * kCacheLineBytes >= end) return {start, 0};
   const size_t wanted_bytes = std::min(bytes / tiles, end - start - ahead);
-  const size_t read_bytes =
-      is_dequantised(gemm) ? panel_bytes(Format::BF16, gemm.weight.num_inputs) : bytes;
-  return {start + ahead, 2 * kCacheLineBytes * wanted_bytes / read_bytes};
+  return {start + ahead, 2 * kCacheLineBytes * wanted_bytes / read_panel_bytes(gemm)};
+}
+
+// What to bring near while `tile` is multiplied with `panel`: weights, and a piece of `far` where
+// they leave a line of each step free.
+inline Lookahead look_ahead(const Gemm& gemm, const GemmRange& range, int panel, int tile,
+                            FarPieces& far) {
+  constexpr int kMaxTiles = 16;  // beyond, the hardware has time enough by itself
+  const int tiles = range.end_tile - range.first_tile;
+  if (tiles > kMaxTiles) {
+    const Stream here{reinterpret_cast<uintptr_t>(group_at(gemm.weight, panel, 0)), 0};
+    return {here, here};
+  }
+  const Stream weights = next_weights(gemm, range, panel, tile);
+  if (tiles == 1 && lines_per_step(gemm.rows.format, gemm.rows.num_rows) > 1) {
+    return {weights, {weights.next + kCacheLineBytes, weights.step}};
+  }
+  const uintptr_t piece = far.take();
+  if (piece == 0) return {weights, weights};
+  const size_t step = 2 * kCacheLineBytes * far.reads->piece_bytes() / read_panel_bytes(gemm);
+  return {weights, {piece, step}};
 }
 
 // The panels of a unit as the kernel reads them: where they are stored, or dequantised in scratch.
@@ -154,7 +177,9 @@ inline void find_sources(const Gemm& gemm, int first_panel, int num_panels, uint
   }
 }
 
-inline void run_gemm_item(const Gemm& gemm, const GemmPlan& plan, int item, uint8_t* scratch) {
+// `far` is what to bring near of a later instruction's.
+inline void run_gemm_item(const Gemm& gemm, const GemmPlan& plan, int item, uint8_t* scratch,
+                          FarPieces far = {}) {
   const GemmRange range = item_range(gemm, plan, item);
   const TileFunctions& functions = *find_tile_functions(gemm.weight.format, gemm.rows.format);
   const int width = unit_panels(gemm.epilogue.kind);
@@ -175,7 +200,7 @@ inline void run_gemm_item(const Gemm& gemm, const GemmPlan& plan, int item, uint
       for (int i = 0; i < panels; ++i) {
         args.panel = sources[i];
         args.y = &products.y[i][0][0];
-        args.ahead = look_ahead(gemm, range, panel + i, tile);
+        args.ahead = look_ahead(gemm, range, panel + i, tile, far);
         functions[static_cast<size_t>(products.num_rows - 1)](args);
       }
       finish_tile(gemm.weight, gemm.epilogue, products);

@@ -1,10 +1,9 @@
 // The inner loops of the GEMM: one tile of rows times one panel of 32 outputs.
 //
 // A strip is what one call of a leaf computes: kRows rows x kVectors vectors of outputs; it returns
-// what its lookahead has come to. Its sums
-// are a local array, all loops over it are unrolled and nothing takes its address, or the compiler
-// would keep it in memory. Every shape of strip does the same arithmetic for an output, so that a
-// row's result does not depend on the rows beside it.
+// what its lookahead has come to. Its sums are a local array, all loops over it are unrolled and
+// nothing takes its address, or the compiler would keep it in memory. Every shape of strip does the
+// same arithmetic for an output, so that a row's result does not depend on the rows beside it.
 #pragma once
 
 #include <array>
@@ -21,22 +20,30 @@
 
 namespace kvloom {
 
-// Weights to bring near while a tile is computed: `step` bytes for each 128 bytes of the panel.
-// Addresses as integers, since they need not be in any array.
-struct Lookahead {
+// Memory to bring near line by line: the one at `next`, which moves on by `step` bytes for each 128
+// bytes of the panel. Addresses as integers, since they need not be in any array.
+struct Stream {
   uintptr_t next = 0;
   uintptr_t step = 0;
+};
 
-  // For kVectors x kLanes outputs and 4 bytes of each. All strips of a panel ask, each for its
-  // share, or the memory would rest while the others are computed.
-  template <int kVectors>
+// What to bring near while a tile is computed. All strips of a panel ask, each for its share, or
+// the memory would rest while the others are computed.
+struct Lookahead {
+  Stream weights;
+  Stream far;  // more of the weights, or what a later instruction reads
+
+  // For kVectors x kLanes outputs and 4 bytes of each. Few rows wait for the memory and ask for as
+  // much as it gives, which is more than the first cache can wait for; many rows do not.
+  template <int kRows, int kVectors>
   KVLOOM_INLINE void advance() {
-    constexpr uintptr_t kBytes = 4 * kVectors * kLanes;
-    KVLOOM_UNROLL
-    for (uintptr_t at = 0; at < kBytes; at += kCacheLineBytes) {
-      prefetch_l2(reinterpret_cast<const void*>(next + at));
-    }
-    next += step / (4 * kPanelOutputs / kBytes);
+    constexpr uintptr_t kStrips = kPanelOutputs / (kVectors * kLanes);
+    constexpr bool kIsFew = kRows <= 8;
+    const void* line = reinterpret_cast<const void*>(weights.next);
+    kIsFew ? prefetch_l2(line) : prefetch_l1(line);
+    prefetch_l2(reinterpret_cast<const void*>(far.next));
+    weights.next += weights.step / kStrips;
+    far.next += far.step / kStrips;
   }
 };
 
@@ -67,13 +74,13 @@ struct F32Kernel {
   static constexpr int num_vectors(int rows) { return dense_vectors(rows); }
 
   template <int kRows, int kVectors>
-  KVLOOM_LEAF uintptr_t strip(const TileArgs& args) {
+  KVLOOM_LEAF Lookahead strip(const TileArgs& args) {
     vf32 sums[kRows][kVectors] = {};
     const uint8_t* x = args.rows;
     const uint8_t* w = args.panel + 4 * args.first_output;
     Lookahead ahead = args.ahead;
     for (int k = args.num_groups * kGroupInputs; k > 0; --k) {
-      ahead.advance<kVectors>();
+      ahead.advance<kRows, kVectors>();
       vf32 weights[kVectors];
       KVLOOM_UNROLL
       for (int v = 0; v < kVectors; ++v) weights[v] = as_f32(load_i32(w + 4 * v * kLanes));
@@ -87,7 +94,7 @@ struct F32Kernel {
       x += 4 * kRows;
     }
     store_strip<kRows, kVectors>(args.y + args.first_output, sums);
-    return ahead.next;
+    return ahead;
   }
 };
 
@@ -95,13 +102,13 @@ struct BF16Kernel {
   static constexpr int num_vectors(int rows) { return dense_vectors(rows); }
 
   template <int kRows, int kVectors>
-  KVLOOM_LEAF uintptr_t strip(const TileArgs& args) {
+  KVLOOM_LEAF Lookahead strip(const TileArgs& args) {
     vf32 sums[kRows][kVectors] = {};
     const uint8_t* x = args.rows;
     const uint8_t* w = args.panel + 4 * args.first_output;
     Lookahead ahead = args.ahead;
     for (int pair = args.num_groups * (kGroupInputs / 2); pair > 0; --pair) {
-      ahead.advance<kVectors>();
+      ahead.advance<kRows, kVectors>();
       vi32 weights[kVectors];
       KVLOOM_UNROLL
       for (int v = 0; v < kVectors; ++v) weights[v] = load_i32(w + 4 * v * kLanes);
@@ -115,7 +122,7 @@ struct BF16Kernel {
       x += 4 * kRows;
     }
     store_strip<kRows, kVectors>(args.y + args.first_output, sums);
-    return ahead.next;
+    return ahead;
   }
 };
 
@@ -146,7 +153,7 @@ KVLOOM_INLINE void add_nibble_dots(const uint8_t* w, const uint8_t* x,
                                    vi32 (&dots)[kRows][kVectors], Lookahead& ahead) {
   KVLOOM_UNROLL
   for (int quad = 0; quad < kQuadsPerGroup / 2; ++quad) {
-    ahead.advance<kVectors>();
+    ahead.advance<kRows, kVectors>();
     vi32 low[kVectors], high[kVectors];
     KVLOOM_UNROLL
     for (int v = 0; v < kVectors; ++v) {
@@ -173,7 +180,7 @@ KVLOOM_INLINE void add_byte_dots(const uint8_t* w, const uint8_t* x, vi32 (&dots
                                  Lookahead& ahead) {
   KVLOOM_UNROLL
   for (int quad = 0; quad < kQuadsPerGroup; ++quad) {
-    ahead.advance<kVectors>();
+    ahead.advance<kRows, kVectors>();
     vi32 codes[kVectors];
     KVLOOM_UNROLL
     for (int v = 0; v < kVectors; ++v) {
@@ -195,7 +202,7 @@ struct Q8Kernel {
   static constexpr int num_vectors(int rows) { return quantised_vectors(rows); }
 
   template <int kRows, int kVectors>
-  KVLOOM_LEAF uintptr_t strip(const TileArgs& args) {
+  KVLOOM_LEAF Lookahead strip(const TileArgs& args) {
     vf32 sums[kRows][kVectors] = {};
     const uint8_t* x = args.rows;
     const uint8_t* w = args.panel + 4 * args.first_output;
@@ -224,7 +231,7 @@ struct Q8Kernel {
       x += kS8GroupBytes * kRows;
     }
     store_strip<kRows, kVectors>(args.y + args.first_output, sums);
-    return ahead.next;
+    return ahead;
   }
 };
 
@@ -233,7 +240,7 @@ struct Q4Kernel {
   static constexpr int num_vectors(int rows) { return quantised_vectors(rows); }
 
   template <int kRows, int kVectors>
-  KVLOOM_LEAF uintptr_t strip(const TileArgs& args) {
+  KVLOOM_LEAF Lookahead strip(const TileArgs& args) {
     vf32 sums[kRows][kVectors] = {};
     const uint8_t* x = args.rows;
     const uint8_t* w = args.panel + 4 * args.first_output;
@@ -243,7 +250,7 @@ struct Q4Kernel {
       vi32 dots[kRows][kVectors];
       start_sums<kRows, kVectors>(dots);
       add_nibble_dots<kRows, kVectors>(w, x, dots, ahead);
-      ahead.advance<kVectors>();
+      ahead.advance<kRows, kVectors>();
       const uint8_t* scales_x = x + kGroupInputs * kRows;
       vf32 d[kVectors], m[kVectors];
       KVLOOM_UNROLL
@@ -266,7 +273,7 @@ struct Q4Kernel {
       x += kS8GroupBytes * kRows;
     }
     store_strip<kRows, kVectors>(args.y + args.first_output, sums);
-    return ahead.next;
+    return ahead;
   }
 };
 
@@ -276,7 +283,7 @@ void run_tile(const TileArgs& args) {
   constexpr int kVectors = Kernel::num_vectors(kRows);
   TileArgs strip = args;
   for (; strip.first_output < kPanelOutputs; strip.first_output += kVectors * kLanes) {
-    strip.ahead.next = Kernel::template strip<kRows, kVectors>(strip);
+    strip.ahead = Kernel::template strip<kRows, kVectors>(strip);
   }
 }
 
@@ -292,6 +299,13 @@ constexpr TileFunctions tile_functions(std::integer_sequence<int, kIndices...>) 
 template <class Kernel>
 inline constexpr TileFunctions kTileFunctions =
     tile_functions<Kernel>(std::make_integer_sequence<int, kMaxTileRows>());
+
+// Lines that one step of a strip reads of the panel.
+constexpr int lines_per_step(RowFormat format, int num_rows) {
+  const int vectors =
+      format == RowFormat::S8 ? quantised_vectors(num_rows) : dense_vectors(num_rows);
+  return static_cast<int>(cdiv(4 * vectors * kLanes, kCacheLineBytes));
+}
 
 // The functions that multiply `rows` with `weight`, its panels being dequantised first where bf16
 // rows meet a quantised weight; null if there are none.

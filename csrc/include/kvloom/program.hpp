@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "kvloom/arena.hpp"
+#include "kvloom/far_reads.hpp"
 #include "kvloom/step.hpp"
 #include "kvloom/thread_team.hpp"
 
@@ -43,6 +44,13 @@ class Instruction {
 
   // Scratch that a thread needs, whatever the step.
   virtual size_t scratch_bytes() const { return 0; }
+
+  // What it reads from far away; null: nothing that earlier instructions could bring near.
+  virtual const FarReads* far_reads() const { return nullptr; }
+
+  // How much it could bring near of what a later instruction reads, compared with others.
+  virtual int64_t num_spare_fetches() const { return 0; }
+  virtual void bring_near(const FarShare&) {}
 };
 
 // Something that several instructions need planned once per step, before they are.
@@ -77,6 +85,12 @@ class Program {
     scratch_stride_ = static_cast<size_t>(round_up(num_bytes, kCacheLineBytes));
     scratch_ = std::make_unique<Region>(scratch_stride_ * team_.num_threads());
     num_items_.assign(instructions_.size(), 0);
+    size_t first = 0;
+    for (size_t i = 0; i < instructions_.size(); ++i) {
+      if (instructions_[i]->far_reads() == nullptr) continue;
+      share_reads(*instructions_[i]->far_reads(), first, i);
+      first = i + 1;
+    }
   }
 
   // Plan a step: it must stay where it is until its last segment has run.
@@ -107,6 +121,17 @@ class Program {
   const Arena& arena() const { return arena_; }
 
  private:
+  // Instructions [first, end) bring it near together.
+  void share_reads(const FarReads& reads, size_t first, size_t end) {
+    FarShare share{&reads, team_.num_threads(), 0, 0, 0};
+    for (size_t i = first; i < end; ++i) share.total += instructions_[i]->num_spare_fetches();
+    for (size_t i = first; i < end; ++i) {
+      share.first = share.end;
+      share.end += instructions_[i]->num_spare_fetches();
+      if (share.end > share.first) instructions_[i]->bring_near(share);
+    }
+  }
+
   ThreadTeam& team_;
   Arena arena_;
   std::vector<std::unique_ptr<StepPlanner>> planners_;

@@ -2,8 +2,10 @@
 #pragma once
 
 #include <memory>
+#include <vector>
 
 #include "kvloom/attention.hpp"
+#include "kvloom/attention_ahead.hpp"
 #include "kvloom/kv_write.hpp"
 #include "kvloom/program.hpp"
 
@@ -21,6 +23,7 @@ class AttentionGroup final : public StepPlanner {
  public:
   AttentionGroup(int group, const AttentionShape& shape, const AttentionLimits& limits)
       : group_(group),
+        num_threads_(limits.num_threads),
         plan_(shape, limits),
         states_(attention_states_floats(plan_) * sizeof(float)),
         scratch_(attention_scratch_bytes(shape) * static_cast<size_t>(limits.num_threads)) {}
@@ -29,16 +32,20 @@ class AttentionGroup final : public StepPlanner {
     const KVGroupStep& group = step.groups[static_cast<size_t>(group_)];
     plan_.build({step.num_requests, step.query_start, step.seq_lens, group.block_table,
                  group.table_width, group.first_columns});
+    far_blocks_.clear();
+    add_far_blocks(plan_, num_threads_, &far_blocks_);
   }
 
   int group() const { return group_; }
   const AttentionPlan& plan() const { return plan_; }
+  const std::vector<int32_t>& far_blocks() const { return far_blocks_; }
   float* states() const { return reinterpret_cast<float*>(states_.data()); }
   char* scratch() const { return reinterpret_cast<char*>(scratch_.data()); }
 
  private:
-  int group_;
+  int group_, num_threads_;
   AttentionPlan plan_;
+  std::vector<int32_t> far_blocks_;
   Region states_, scratch_;
 };
 
@@ -97,7 +104,11 @@ class AttendInstruction final : public Instruction {
  public:
   AttendInstruction(const AttentionGroup& group, const KVStorage& storage,
                     const AttentionScoring& scoring, int q_slot, int out_slot)
-      : group_(group), q_slot_(q_slot), out_slot_(out_slot) {
+      : group_(group),
+        q_slot_(q_slot),
+        out_slot_(out_slot),
+        far_reads_(storage.base, storage.block_stride_bytes,
+                   group.plan().shape().layout.block_bytes(), group.far_blocks()) {
     const AttentionShape& shape = group.plan().shape();
     args_.plan = &group.plan();
     args_.storage = storage;
@@ -120,10 +131,13 @@ class AttendInstruction final : public Instruction {
     attention_run_item(args_, item, next, thread.index);
   }
 
+  const FarReads* far_reads() const override { return &far_reads_; }
+
  private:
   const AttentionGroup& group_;
   AttentionArgs args_{};
   int q_slot_, out_slot_;
+  FarReads far_reads_;
 };
 
 }  // namespace kvloom

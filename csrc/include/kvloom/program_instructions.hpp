@@ -150,18 +150,25 @@ class GemmInstruction final : public Instruction {
   }
 
   void run_item(int item, const ThreadContext& thread) override {
-    run_gemm_item(gemm_, plan_, item, thread.scratch);
+    run_gemm_item(gemm_, plan_, item, thread.scratch, far_.of_item(item, plan_.num_items));
   }
 
   size_t scratch_bytes() const override {
     return gemm_scratch_bytes(gemm_.weight.format, gemm_.weight.num_inputs);
   }
 
+  int64_t num_spare_fetches() const override {
+    return num_panels(gemm_.weight.order, gemm_.weight.num_outputs);
+  }
+
+  void bring_near(const FarShare& share) override { far_ = share; }
+
  private:
   int x_slot_;
   ProductResult result_;
   Gemm gemm_;
   GemmPlan plan_;
+  FarShare far_;
 };
 
 // The rows of x that logits are wanted of.
