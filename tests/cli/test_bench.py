@@ -7,9 +7,10 @@ import json
 import pytest
 
 from kvloom.cli import bench_profile
-from kvloom.cli.bench_profile import count_work_of, measure_profile
+from kvloom.cli.bench_profile import StepMeter, count_work_of, measure_profile
 from kvloom.cli.main import main
 from kvloom.config import EngineConfig
+from kvloom.engine.loading import load_engine
 from kvloom.simulate.profile import attention_bytes, attention_flops, read_profile
 from kvloom.simulate.work import StepShape
 from tiny_folder import make_tiny_folder
@@ -25,7 +26,7 @@ def folder(tmp_path_factory):
 class CostClock:
     """A clock that a step moves by what it holds: made-up costs that the profile must find."""
 
-    IDLE_SECONDS = 0.004
+    IDLE_SECONDS = 0.004  # per token
 
     def __init__(self, work) -> None:
         self.now, self.work = 0.0, work
@@ -36,7 +37,9 @@ class CostClock:
         self.is_idle = True
 
     def step(self, chunks) -> None:
-        self.now += self.cost(chunks) + self.is_idle * self.IDLE_SECONDS
+        self.now += self.cost(chunks)
+        if self.is_idle:
+            self.now += self.IDLE_SECONDS * sum(num_tokens for _, num_tokens in chunks)
         self.is_idle = False
 
     def cost(self, chunks) -> float:
@@ -50,9 +53,13 @@ class CostClock:
         return seconds
 
 
+def make_config(folder) -> EngineConfig:
+    return EngineConfig.from_options({"model": str(folder), **OPTIONS})
+
+
 @pytest.fixture
 def profile(folder, monkeypatch):
-    config = EngineConfig.from_options({"model": str(folder), **OPTIONS})
+    config = make_config(folder)
     clock = CostClock(count_work_of(config))
     step = bench_profile.EngineCore.step
 
@@ -92,7 +99,9 @@ def test_made_up_costs_are_found(profile):
         assert seconds == pytest.approx(clock.cost([(0, count)]))
     assert measured.decode_seconds_per_byte == pytest.approx(1e-6, rel=0.01)
     assert measured.chunk_seconds_per_flop == pytest.approx(1e-7, rel=0.01)
-    assert measured.idle_seconds == pytest.approx(clock.IDLE_SECONDS)
+    assert [count for count, _ in measured.idle_seconds] == [16, 48]
+    for count, seconds in measured.idle_seconds:
+        assert seconds == pytest.approx(count * clock.IDLE_SECONDS)
 
 
 @pytest.mark.parametrize(
@@ -105,6 +114,18 @@ def test_the_simulation_reckons_what_steps_took(profile, chunks):
     cost = measured.cost(clock.work, 1)
     step = StepShape(chunks, len(chunks))
     assert cost.step_seconds(step) == pytest.approx(clock.cost(chunks), rel=0.02)
+
+
+def test_a_second_meter_finds_the_same(folder, profile):
+    """Its prompts are those of the first, and still no hits."""
+    measured, clock = profile
+    core = load_engine(make_config(folder)).core
+    for _ in range(2):
+        meter = StepMeter(core)
+        meter.measure()
+        again = meter.profile(clock.work)
+        assert dict(again.chunk_seconds) == pytest.approx(dict(measured.chunk_seconds))
+    core.shutdown()
 
 
 def test_a_profile_is_printed_saved_and_used(folder, tmp_path, capsys):

@@ -88,7 +88,7 @@ PROFILE = Profile(
     decode_num_computed=20,
     decode_seconds_per_byte=0.001,
     chunk_seconds_per_flop=0.0005,
-    idle_seconds=0.75,
+    idle_seconds=((2, 0.5), (6, 0.75)),
 )
 
 
@@ -134,10 +134,12 @@ def test_prompts_beside_tokens_cost_what_both_were_measured_to():
 
 
 def test_a_pause_costs_the_step_after_it_what_it_was_measured_to():
+    """By its tokens; before the first point and behind the last what these took."""
     cost = PROFILE.cost(WORK, 1)
-    for chunks in ([(0, 4)], [(20, 1)] * 4):
+    steps = {0.5: [(30, 1)], 0.625: [(20, 1)] * 4, 0.75: [(0, 90)]}
+    for more, chunks in steps.items():
         busy, paused = (seconds(cost, *chunks, is_after_idle=idle) for idle in (False, True))
-        assert paused - busy == pytest.approx(0.75)
+        assert paused - busy == pytest.approx(more)
 
 
 def test_profiles_are_read_as_they_were_saved(tmp_path):

@@ -30,8 +30,10 @@ from kvloom.simulate.setup import ModelSource, build_ranks
 from kvloom.simulate.work import Chunk, ModelWork
 
 _NUM_SHORT = 16  # tokens of a prompt whose context is next to nothing
-_NUM_DECODE_STEPS = 8
-_MAX_REPEATED, _NUM_REPEATS = 128, 5  # tokens; one short step alone says little
+_NUM_DECODE_STEPS = 16  # the first few after a prompt are slower
+_NUM_REPEATS, _NUM_LONG_REPEATS = 5, 3  # of prompts: one step alone says little
+_LONG = 256  # tokens
+_IDLE_TOKENS = (16, 64)  # of prompts after a pause; longer ones lose no more
 _PAUSE_SECONDS = 0.1  # enough for threads and processors to fall asleep
 _MAX_REQUESTS = 64
 _MAX_CONTEXT = 4096  # longer ones cost in proportion, and take minutes
@@ -74,7 +76,10 @@ class _DecodeTime:
 
 
 class StepMeter:
-    """Runs steps of given shapes on an engine. No two prompts are alike: nothing is a hit."""
+    """Runs steps of given shapes on an engine. No two prompts are alike: nothing is a hit.
+
+    Prompts of another meter are, so what the engine's cache holds is forgotten.
+    """
 
     def __init__(self, core: EngineCore) -> None:
         """Take an idle engine.
@@ -82,6 +87,7 @@ class StepMeter:
         Raises:
             CapacityError: its cache is too small to measure anything.
         """
+        core.manager.reset_prefix_cache()
         scheduler = core.config.scheduler
         self._core = core
         self._numbers = itertools.count()
@@ -104,7 +110,7 @@ class StepMeter:
         self._later_chunks: dict[Chunk, list[float]] = defaultdict(list)
         self._decodes: dict[int, list[_DecodeTime]] = defaultdict(list)
         self._long_decodes: list[_DecodeTime] = []
-        self._idle_chunks: list[float] = []  # of a short prompt
+        self._idle_chunks: dict[int, list[float]] = defaultdict(list)
 
     def warm_up(self) -> None:
         """Touch memory that no step has touched."""
@@ -112,14 +118,15 @@ class StepMeter:
         self._run_decode(self._max_requests, _NUM_SHORT)
 
     def measure(self) -> None:
-        """Everything once, short steps a few times."""
+        """Everything once, prompts of one step a few times."""
         for num_tokens in _powers_up_to(self._max_chunk):
-            num_repeats = 1 if num_tokens > _MAX_REPEATED else _NUM_REPEATS
+            num_repeats = _NUM_LONG_REPEATS if num_tokens >= _LONG else _NUM_REPEATS
             for _ in range(num_repeats):
                 self._chunks[num_tokens] += self._run_prompt(num_tokens)
-        for _ in range(_NUM_REPEATS):
-            time.sleep(_PAUSE_SECONDS)
-            self._idle_chunks.append(self._run_prompt(self._num_short_chunk)[0])
+        for num_tokens in sorted({min(number, self._max_chunk) for number in _IDLE_TOKENS}):
+            for _ in range(_NUM_REPEATS):
+                time.sleep(_PAUSE_SECONDS)
+                self._idle_chunks[num_tokens] += self._run_prompt(num_tokens)
         for num_requests in _powers_up_to(self._max_requests):
             self._decodes[num_requests].append(self._run_decode(num_requests, _NUM_SHORT))
         most = min(_MAX_LONG_REQUESTS, self._num_fitting(self._context))
@@ -153,10 +160,6 @@ class StepMeter:
         )
 
     @property
-    def _num_short_chunk(self) -> int:
-        return min(_NUM_SHORT, self._max_chunk)
-
-    @property
     def _num_short_computed(self) -> int:
         """Tokens before those of the short decode steps, on average."""
         times = [time.num_computed for rounds in self._decodes.values() for time in rounds]
@@ -180,10 +183,12 @@ class StepMeter:
             flops += attention_flops(work, chunk) - attention_flops(work, (0, chunk[1]))
         return max(seconds / flops, 0.0) if flops else 0.0
 
-    def _idle_seconds(self, chunks: Measured) -> float:
-        """Seconds that a short prompt takes longer after a pause than after other steps."""
-        busy = interpolate(chunks, self._num_short_chunk)
-        return max(median(self._idle_chunks) - busy, 0.0)
+    def _idle_seconds(self, chunks: Measured) -> Measured:
+        """Seconds that prompts take longer after a pause than after other steps."""
+        return tuple(
+            (count, max(median(times) - interpolate(chunks, count), 0.0))
+            for count, times in sorted(self._idle_chunks.items())
+        )
 
     def _num_fitting(self, num_tokens: int) -> int:
         """Requests of so many tokens that surely fit at once: half of what blocks alone allow."""
@@ -258,10 +263,14 @@ def as_text(profile: Profile) -> str:
         (f"{count:,}", format_seconds(seconds), f"{count / seconds:,.1f}")
         for count, seconds in profile.decode_seconds
     ]
+    idle = ", ".join(
+        f"{format_seconds(seconds)} s with {count:,} tokens"
+        for count, seconds in profile.idle_seconds
+    )
     return (
         f"{profile.model} on {profile.machine}, tp {profile.tensor_parallel_size}\n\n"
         f"Prompts\n{_table('tokens', chunks)}\nOne more token each\n{_table('requests', decodes)}\n"
-        f"The first step after a pause takes {format_seconds(profile.idle_seconds)} s more.\n"
+        f"The first step after a pause takes longer: {idle}\n"
     )
 
 

@@ -27,8 +27,8 @@ class Profile:
         decode_num_computed: tokens before each of these, on average.
         decode_seconds_per_byte: more per byte of keys and values that one-token chunks see.
         chunk_seconds_per_flop: more per attention operation of longer chunks.
-        idle_seconds: more for the first step after a pause: the threads sleep, the caches hold
-            other things.
+        idle_seconds: more for the first step after a pause, by its tokens: threads and processors
+            sleep, and caches hold other things.
     """
 
     model: str
@@ -39,7 +39,7 @@ class Profile:
     decode_num_computed: int
     decode_seconds_per_byte: float
     chunk_seconds_per_flop: float
-    idle_seconds: float
+    idle_seconds: Measured
 
     def cost(self, work: ModelWork, num_ranks: int) -> MeasuredCost:
         """The cost model of an engine with this work per rank.
@@ -70,14 +70,14 @@ def read_profile(path: Path) -> Profile:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data.pop("format", None) != FORMAT:
             raise ValueError(f"no {FORMAT!r}")
-        for name in ("chunk_seconds", "decode_seconds"):
+        for name in ("chunk_seconds", "decode_seconds", "idle_seconds"):
             data[name] = tuple((int(count), float(seconds)) for count, seconds in data[name])
         profile = Profile(**data)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{path} holds no profile ({error}); make one with kvloom bench --save-profile"
         ) from None
-    if not profile.chunk_seconds or not profile.decode_seconds:
+    if not (profile.chunk_seconds and profile.decode_seconds and profile.idle_seconds):
         raise ConfigError(f"{path} holds a profile without times; measure again")
     return profile
 
@@ -110,7 +110,7 @@ class MeasuredCost:
                 more = self._plain_decode(num_requests) - self._plain_chunk(num_requests)
                 seconds += max(more, 0.0)
         seconds += sum(map(self._attention_seconds, step.chunks))
-        return seconds + (self.profile.idle_seconds if step.is_after_idle else 0.0)
+        return seconds + (self._idle_seconds(num_tokens) if step.is_after_idle else 0.0)
 
     def _plain_decode(self, num_requests: int) -> float:
         """Of one token for each request, without their attention."""
@@ -122,6 +122,11 @@ class MeasuredCost:
         """Of one request's first tokens, without its attention."""
         measured = interpolate(self.profile.chunk_seconds, num_tokens)
         return measured - self._attention_seconds((0, num_tokens))
+
+    def _idle_seconds(self, num_tokens: int) -> float:
+        """Beyond the longest step measured no more: all is awake by then."""
+        measured = self.profile.idle_seconds
+        return interpolate(measured, min(num_tokens, measured[-1][0]))
 
     def _attention_seconds(self, chunk: Chunk) -> float:
         if chunk[1] == 1:
