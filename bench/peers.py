@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -31,9 +29,16 @@ from peers_engines import STATED_PEAKS, OpsPerSecond, Places, engine_commands, e
 from peers_engines import read_model_size as read_size
 from peers_folder import folder_that_begins_as
 from peers_probe import Probe
-from peers_process import TICK_SECONDS, EngineError, EngineProcess, busy_seconds
+from peers_process import (
+    TICK_SECONDS,
+    EngineCommand,
+    EngineError,
+    EngineProcess,
+    busy_seconds,
+)
 from peers_prompts import PromptMaker
 from peers_report import QUIET_SHARE, Results, Sample, report
+from peers_start import make_parser, prepare
 
 from kvloom.tokenizer import load_tokenizer
 from kvloom.weights.checkpoint import open_checkpoint
@@ -127,14 +132,15 @@ def say(line: str) -> None:
 def with_equal_prompts(places: Places, tokenizer: Any, out: Path) -> Places:
     """Folder and file make the same tokens of a text; `tokenizer` is the file's."""
     own = load_tokenizer(open_checkpoint(places.folder))
-    folder = folder_that_begins_as(tokenizer, own, places.folder, out.resolve() / "model")
+    folder = folder_that_begins_as(tokenizer, own, places.folder, out / "model")
     return replace(places, model=replace(places.model, folder=str(folder)))
 
 
-def start_engines(names: Sequence[str], places: Places, options: Any, out: Path) -> Any:
+def start_engines(
+    names: Sequence[str], commands: Mapping[str, EngineCommand], out: Path
+) -> list[EngineProcess]:
     """Start all of them, one after another."""
-    commands = engine_commands(places, options)
-    engines = []
+    engines: list[EngineProcess] = []
     try:
         for name in names:
             engines.append(EngineProcess(name, commands[name], out / f"{name}.log"))
@@ -197,44 +203,31 @@ def print_report(samples: Sequence[Sample], places: Places, options: Any, probe:
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--peers", type=Path, required=True, help="the peers' environments")
-    parser.add_argument("--models", type=Path, required=True, help="the models' folder")
+    parser = make_parser(__doc__, "build/peers", num_rounds=5)
     parser.add_argument("--model", choices=MODELS, default="smollm2", help="which of them")
-    parser.add_argument("--out", type=Path, default=Path("build/peers"), help="logs and samples")
     parser.add_argument("--engines", default=DEFAULT_ENGINES, help="comma separated")
     parser.add_argument("--cells", default="", help="indices of cells, comma separated; all")
-    parser.add_argument("--rounds", type=int, default=5, help="0 for the text check alone")
-    parser.add_argument("--threads", type=int, default=2, help="processors that engines may use")
     parser.add_argument("--options", default="{}", help="of kvloom's LLM, as JSON")
     parser.add_argument("--report", type=Path, help="samples of an earlier run: print, run nothing")
-    parser.add_argument("--no-text", action="store_true", help="leave the text check out")
     return parser.parse_args()
 
 
 def main() -> None:
     """Check texts, run the rounds, print the report."""
     arguments = parse_arguments()
-    # A plain end would leave the engines behind, asleep.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
-    # Inherited by every engine: none may use more processors than another.
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])
-    # Absolute: engines run in another folder.
-    model = MODELS[arguments.model]
-    places = Places(arguments.peers.resolve(), arguments.models.resolve(), model, arguments.threads)
+    places = prepare(arguments, MODELS[arguments.model])
     options = json.loads(arguments.options)
     probe = Probe(arguments.threads)
     if arguments.report:
         samples = [Sample(**fields) for fields in json.loads(arguments.report.read_text())]
         print_report(samples, places, options, probe)
         return
-    arguments.out.mkdir(parents=True, exist_ok=True)
     names = arguments.engines.split(",")
     cells = [CELLS[int(i)] for i in arguments.cells.split(",") if i] or CELLS
     tokenizer = load_tokenizer(open_checkpoint(places.gguf))
     prompts = PromptMaker(tokenizer)
     places = with_equal_prompts(places, tokenizer, arguments.out)
-    engines = start_engines(names, places, options, arguments.out)
+    engines = start_engines(names, engine_commands(places, options), arguments.out)
     try:
         lines = [] if arguments.no_text else check_texts(engines, tokenizer, places)
         print("\n".join(["## Text", "", *lines]), flush=True)

@@ -10,7 +10,6 @@ its own prompt, which no server has seen before; all servers get the same prompt
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -31,6 +30,7 @@ from peers_cells import MODELS
 from peers_engines import Places, engine_commands
 from peers_probe import Probe
 from peers_prompts import PromptMaker
+from peers_start import make_parser, prepare
 
 from kvloom.tokenizer import load_tokenizer
 from kvloom.weights.checkpoint import open_checkpoint
@@ -279,36 +279,21 @@ def print_report(samples: Sequence[Sample], bandwidths: Sequence[float]) -> None
     )
 
 
-def parse_arguments() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--peers", type=Path, required=True, help="the peers' environments")
-    parser.add_argument("--models", type=Path, required=True, help="the models' folder")
-    parser.add_argument("--out", type=Path, default=Path("build/peers"), help="logs")
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--threads", type=int, default=2, help="processors for server and clients")
-    parser.add_argument("--no-text", action="store_true", help="leave the text check out")
-    return parser.parse_args()
-
-
 def main() -> None:
     """Check texts, run the rounds, print the report."""
-    arguments = parse_arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])
-    out = arguments.out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
-    model = MODELS["smollm2"]
-    places = Places(arguments.peers.resolve(), arguments.models.resolve(), model, arguments.threads)
+    arguments = make_parser(__doc__, "build/peers", num_rounds=4).parse_args()
+    places = prepare(arguments, MODELS["smollm2"])
     tokenizer = load_tokenizer(open_checkpoint(places.gguf))
-    places = with_equal_prompts(places, tokenizer, out)
+    places = with_equal_prompts(places, tokenizer, arguments.out)
     prompts, probe = PromptMaker(tokenizer), Probe(arguments.threads)
-    servers = start_servers(places, out)
+    servers = start_servers(places, arguments.out)
     samples: list[Sample] = []
     bandwidths: list[float] = []
     try:
         lines = [] if arguments.no_text else check_texts(servers, tokenizer, places)
         print("\n".join([*lines, ""]), flush=True)
+        if not arguments.rounds:
+            return
         for number in range(WARM_UP, arguments.rounds):
             taken = run_round(number, servers, prompts, probe)
             if number != WARM_UP:

@@ -9,19 +9,17 @@ other two are environments `vllm` and `pace` below FOLDER. How it is measured: s
 from __future__ import annotations
 
 import argparse
-import os
-import signal
-import sys
 from dataclasses import replace
 from pathlib import Path
 
-from peers import Bench, check_texts, close_engines, run_rounds, say
+from peers import Bench, check_texts, close_engines, run_rounds, start_engines
 from peers_cells import CELLS, ENOUGH_OF_LIMIT, MODELS, Bar, Cell
 from peers_engines import STATED_PEAKS, Places, engine_commands, engine_formats, read_model_size
 from peers_probe import Probe
-from peers_process import EngineCommand, EngineProcess
+from peers_process import EngineCommand
 from peers_prompts import PromptMaker
 from peers_report import Results, noise_lines, rates_table, ratio
+from peers_start import make_parser, prepare
 
 from kvloom.tokenizer import load_tokenizer
 from kvloom.weights.checkpoint import open_checkpoint
@@ -67,38 +65,24 @@ def bar_lines(results: Results) -> list[str]:
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__, "build/vllm-plugin", num_rounds=5)
     parser.add_argument("--python", type=Path, required=True, help="of vLLM with the plugin")
-    parser.add_argument("--peers", type=Path, required=True, help="the peers' environments")
-    parser.add_argument("--models", type=Path, required=True, help="GGUF file and smollm2-hf")
-    parser.add_argument("--out", type=Path, default=Path("build/vllm-plugin"), help="logs, samples")
     parser.add_argument("--engines", default=f"{OURS},vllm,pace", help="comma separated")
     parser.add_argument("--cells", default="0,1", help="0: one request, 1: 32 requests")
-    parser.add_argument("--rounds", type=int, default=5, help="0 for the text check alone")
-    parser.add_argument("--threads", type=int, default=2, help="processors that engines may use")
-    parser.add_argument("--no-text", action="store_true", help="leave the text check out")
     return parser.parse_args()
 
 
 def main() -> None:
     """Check texts, run the rounds, print the report."""
     arguments = parse_arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])
-    places = Places(
-        arguments.peers.resolve(), arguments.models.resolve(), MODELS["smollm2"], arguments.threads
-    )
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    places = prepare(arguments, MODELS["smollm2"])
     tokenizer = load_tokenizer(open_checkpoint(places.gguf))
     # Not resolved: an environment's python is a link, and knows its environment by its own name.
     commands = make_commands(arguments.python.absolute(), places)
     probe = Probe(arguments.threads)
     cells = [bench_cells()[int(i)] for i in arguments.cells.split(",")]
-    engines: list[EngineProcess] = []
+    engines = start_engines(arguments.engines.split(","), commands, arguments.out)
     try:
-        for name in arguments.engines.split(","):
-            engines.append(EngineProcess(name, commands[name], arguments.out / f"{name}.log"))
-            say(f"{name}: ready after {engines[-1].start():.1f} s")
         if not arguments.no_text:
             print("\n".join(check_texts(engines, tokenizer, places)), flush=True)
         if not arguments.rounds:
