@@ -193,7 +193,7 @@ class ShadowBackend:
     """Memory is bytes; a layer's storage is its cells, int64 [num_blocks, block_size, CELL]."""
 
     name = "shadow"
-    packs_stored_rows = False
+    pack_rows = None
 
     def __init__(self, counts: Counts) -> None:
         self.counts = counts

@@ -49,7 +49,7 @@ class FakeBackend:
     """KV memory is a table of (token id, position) per slot; -1 where nothing was written."""
 
     name = "fake"
-    packs_stored_rows = False
+    pack_rows = None
 
     def __init__(self):
         self.copies = []

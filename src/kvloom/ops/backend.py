@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvloom.errors import WeightsError
-from kvloom.kv.spec import KVCacheSpec
+from kvloom.dtypes import DType
+from kvloom.errors import ConfigError, WeightsError
+from kvloom.kv.spec import AttentionSpec, KVCacheSpec
 from kvloom.ops.base import Batch, Communicator, Ops, PackedFormat, Parameter, StoredRows, Value
 
 
@@ -37,6 +38,10 @@ class DeviceMemory:
 
     total_bytes: int
     free_bytes: int
+
+
+# Makes a matrix of its sources' rows, one after another, as they are stored.
+PackRows = Callable[[Parameter, PackedFormat, Iterable[StoredRows]], Any]
 
 
 class RunnableModel(Protocol):
@@ -69,21 +74,18 @@ class Backend(Protocol):
 
     Attributes:
         name: as the user names it.
-        packs_stored_rows: whether `pack_rows` takes matrices as they are stored.
     """
 
     name: str
-    packs_stored_rows: bool
 
     def compile(
         self, model: RunnableModel, communicator: Communicator, sizes: StepSizes
     ) -> Executable:
         """The model's forward pass; called before weights are loaded."""
 
-    def pack_rows(
-        self, parameter: Parameter, packed: PackedFormat, parts: Iterable[StoredRows]
-    ) -> Any:
-        """A matrix from its sources' rows, one after another."""
+    @property
+    def pack_rows(self) -> PackRows | None:
+        """Packs matrices as they are stored; None if it takes them as host arrays alone."""
 
     def pack(self, parameter: Parameter, array: Any) -> Any:
         """A host array of `parameter.shape` in the form this backend's operations read."""
@@ -154,4 +156,42 @@ def check_packed_shape(parameter: Parameter, shape: tuple[int, ...]) -> None:
         raise WeightsError(
             f"{parameter.name} should have shape {parameter.shape}, not {shape}; "
             "the checkpoint does not belong to this config"
+        )
+
+
+def check_kv_spec(spec: KVCacheSpec, name: str, dtypes: Collection[DType]) -> AttentionSpec:
+    """The spec, if it is of attention that stores one of `dtypes`; `name` is the backend's.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if not isinstance(spec, AttentionSpec):
+        raise ConfigError(
+            f"the {name} backend binds layers that store KV, not {spec}; bind a layer that shares "
+            "KV to the spec of the layer it shares with"
+        )
+    if spec.dtype not in dtypes:
+        known = ", ".join(dtype.value for dtype in dtypes)
+        raise ConfigError(
+            f"the {name} backend does not store {spec.dtype.value}; set kv_cache_dtype to one of "
+            f"{known}"
+        )
+    return spec
+
+
+def check_kv_memory(raw_bytes: int, num_blocks: int, end_bytes: int) -> None:
+    """Refuse memory that is no `num_blocks` equal blocks, or too small for a layer's part of them.
+
+    Args:
+        raw_bytes: of a KVCacheTensor.
+        num_blocks: that it is cut into.
+        end_bytes: where the layer's part of a block ends.
+
+    Raises:
+        ConfigError: with the numbers.
+    """
+    if raw_bytes % num_blocks or raw_bytes // num_blocks < end_bytes:
+        raise ConfigError(
+            f"{raw_bytes} bytes do not hold {num_blocks} blocks of {end_bytes}; "
+            "allocate what the KV cache config says"
         )

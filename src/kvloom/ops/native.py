@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kvloom.dtypes import DType
 from kvloom.errors import ConfigError, WeightsError
 from kvloom.kv.spec import AttentionSpec, KVCacheSpec, MLAAttentionSpec
-from kvloom.ops.backend import RunnableModel, StepSizes, check_packed_shape
+from kvloom.ops.backend import RunnableModel, StepSizes, check_kv_memory, check_packed_shape
 from kvloom.ops.base import Communicator, PackedFormat, Parameter, StoredRows
 from kvloom.ops.isa import load_native
 from kvloom.ops.native_program import NativeProgram
@@ -57,7 +57,6 @@ class NativeBackend:
     """
 
     name = "native"
-    packs_stored_rows = True
 
     def __init__(self, num_threads: int) -> None:
         """Load the library.
@@ -141,12 +140,7 @@ class NativeBackend:
         """
         if (problem := find_problem(spec)) is not None:
             raise ConfigError(f"the native backend {problem}; use backend reference")
-        end = offset_bytes + spec.page_size_bytes
-        if raw.nbytes % num_blocks or raw.nbytes // num_blocks < end:
-            raise ConfigError(
-                f"{raw.nbytes} bytes do not hold {num_blocks} blocks of {spec.page_size_bytes} at "
-                f"{offset_bytes}; allocate what the KV cache config says"
-            )
+        check_kv_memory(raw.nbytes, num_blocks, offset_bytes + spec.page_size_bytes)
         return NativeStorage(raw, num_blocks, offset_bytes, spec.page_size_bytes)
 
     def copy_blocks(self, storage: NativeStorage, copies: list[tuple[int, int]]) -> None:

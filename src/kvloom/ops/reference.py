@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import tracemalloc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvloom.errors import ConfigError
-from kvloom.kv.spec import AttentionSpec, KVCacheSpec, MLAAttentionSpec
-from kvloom.ops.backend import RunnableModel, StepSizes, check_packed_shape
-from kvloom.ops.base import Batch, Communicator, Ops, PackedFormat, Parameter, StoredRows
+from kvloom.kv.spec import KVCacheSpec, MLAAttentionSpec
+from kvloom.ops.backend import (
+    RunnableModel,
+    StepSizes,
+    check_kv_memory,
+    check_kv_spec,
+    check_packed_shape,
+)
+from kvloom.ops.base import Batch, Communicator, Ops, Parameter
 from kvloom.ops.reference_attention import STORED_TYPES, Array, ReferenceStorage
 from kvloom.ops.reference_ops import ReferenceOps
 
@@ -39,7 +44,7 @@ class ReferenceBackend:
     """Runs each operation at once, in float32, whatever format the checkpoint has."""
 
     name = "reference"
-    packs_stored_rows = False
+    pack_rows = None
     joins_requests = False
 
     def compile(
@@ -48,12 +53,6 @@ class ReferenceBackend:
         """The model itself, called anew at each step; any sizes will do."""
         del sizes
         return EagerExecutable(model, lambda batch: self.ops(batch, communicator))
-
-    def pack_rows(
-        self, parameter: Parameter, packed: PackedFormat, parts: Iterable[StoredRows]
-    ) -> Any:
-        """Never called: `packs_stored_rows` is false."""
-        raise NotImplementedError  # a caller that asks has not read `packs_stored_rows`
 
     def pack(self, parameter: Parameter, array: npt.ArrayLike) -> Array:
         """The array itself, as float32.
@@ -85,13 +84,9 @@ class ReferenceBackend:
             ConfigError: a spec or format that this backend does not compute, or memory that does
                 not hold `num_blocks` blocks of the spec.
         """
-        spec = _check_spec(spec)
+        spec = check_kv_spec(spec, self.name, STORED_TYPES)
         end = offset_bytes + spec.page_size_bytes
-        if raw.nbytes % num_blocks or raw.nbytes // num_blocks < end:
-            raise ConfigError(
-                f"{raw.nbytes} bytes do not hold {num_blocks} blocks of {end}; "
-                "allocate what the KV cache config says"
-            )
+        check_kv_memory(raw.nbytes, num_blocks, end)
         rows = raw.reshape(num_blocks, -1)[:, offset_bytes:end]
         num_key_values = spec.block_size * spec.num_kv_heads * spec.head_size
         stored = rows.view(STORED_TYPES[spec.dtype])
@@ -156,19 +151,3 @@ class ArrayMeter:
     def is_view(self, value: Array, argument: Any) -> bool:
         """Whether `argument` is an array in the same memory."""
         return isinstance(argument, np.ndarray) and np.may_share_memory(value, argument)
-
-
-def _check_spec(spec: KVCacheSpec) -> AttentionSpec:
-    """The spec, if this backend computes it: attention in a format of `STORED_TYPES`."""
-    if not isinstance(spec, AttentionSpec):
-        raise ConfigError(
-            f"the reference backend binds layers that store KV, not {spec}; bind a layer that "
-            "shares KV to the spec of the layer it shares with"
-        )
-    if spec.dtype not in STORED_TYPES:
-        known = ", ".join(dtype.value for dtype in STORED_TYPES)
-        raise ConfigError(
-            f"the reference backend does not store {spec.dtype.value}; set kv_cache_dtype to one "
-            f"of {known}"
-        )
-    return spec

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -20,9 +19,11 @@ from kvloom.ops.backend import (
     MemoryMeter,
     RunnableModel,
     StepSizes,
+    check_kv_memory,
+    check_kv_spec,
     check_packed_shape,
 )
-from kvloom.ops.base import Batch, Communicator, Ops, PackedFormat, Parameter, StoredRows
+from kvloom.ops.base import Batch, Communicator, Ops, Parameter
 from kvloom.ops.reference import EagerExecutable
 from kvloom.ops.torch_attention import INT8_GROUP, STORED_TYPES, BlockRows, TorchStorage
 from kvloom.ops.torch_memory import measure, read_device_memory
@@ -59,7 +60,7 @@ class TorchBackend:
     """
 
     name = "torch"
-    packs_stored_rows = False
+    pack_rows = None
     joins_requests = True
 
     def __init__(
@@ -83,12 +84,6 @@ class TorchBackend:
         """The model itself, called anew at each step; any sizes will do."""
         del sizes
         return TorchExecutable(model, self, communicator)
-
-    def pack_rows(
-        self, parameter: Parameter, packed: PackedFormat, parts: Iterable[StoredRows]
-    ) -> Any:
-        """Never called: `packs_stored_rows` is false."""
-        raise NotImplementedError  # a caller that asks has not read `packs_stored_rows`
 
     def pack(self, parameter: Parameter, array: npt.ArrayLike) -> Tensor:
         """A copy on the device: matrices in the backend's format, vectors in float32.
@@ -121,11 +116,7 @@ class TorchBackend:
         """
         spec = check_spec(spec)
         end = offset_bytes + spec.page_size_bytes
-        if raw.nbytes % num_blocks or raw.nbytes // num_blocks < end:
-            raise ConfigError(
-                f"{raw.nbytes} bytes do not hold {num_blocks} blocks of {end}; "
-                "allocate what the KV cache config says"
-            )
+        check_kv_memory(raw.nbytes, num_blocks, end)
         page = raw.view(num_blocks, -1)[:, offset_bytes:end]
         keys = _view_rows(page, spec, spec.head_size)
         if isinstance(spec, MLAAttentionSpec):
@@ -193,17 +184,7 @@ def check_spec(spec: KVCacheSpec) -> AttentionSpec:
     Raises:
         ConfigError: it does not.
     """
-    if not isinstance(spec, AttentionSpec):
-        raise ConfigError(
-            f"the torch backend binds layers that store KV, not {spec}; bind a layer that shares "
-            "KV to the spec of the layer it shares with"
-        )
-    if spec.dtype not in STORED_TYPES:
-        known = ", ".join(dtype.value for dtype in STORED_TYPES)
-        raise ConfigError(
-            f"the torch backend does not store {spec.dtype.value}; set kv_cache_dtype to one of "
-            f"{known}"
-        )
+    spec = check_kv_spec(spec, TorchBackend.name, STORED_TYPES)
     if spec.dtype is DType.INT8 and (
         spec.head_size % INT8_GROUP or spec.value_head_size % INT8_GROUP
     ):

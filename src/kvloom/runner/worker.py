@@ -69,11 +69,8 @@ class Worker:
             WeightsError: a tensor is missing, left over or misshaped.
         """
         backend = self._backend
-        row_packing = (
-            RowPacking(self._weights_dtype, backend.pack_rows)
-            if backend.packs_stored_rows
-            else None
-        )
+        pack_rows = backend.pack_rows
+        row_packing = None if pack_rows is None else RowPacking(self._weights_dtype, pack_rows)
         self._weights_bytes = load_weights(self.model, self._checkpoint, backend.pack, row_packing)
 
     def determine_available_memory(self) -> MemoryBudget:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvloom.errors import WeightsError
+from kvloom.ops.backend import PackRows
 from kvloom.ops.base import PackedFormat, Parameter, StoredRows
 from kvloom.ops.source import Source
 from kvloom.weights.packing import can_move, packed_bytes, packed_format
@@ -101,7 +102,7 @@ class RowPacking:
     """
 
     dtype: str
-    pack_rows: Callable[[Parameter, PackedFormat, Iterable[StoredRows]], Any]
+    pack_rows: PackRows
 
 
 def load_weights(
