@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvloom.dtypes import DType
+from visibility import first_visible
 
 Array = npt.NDArray[Any]
 
@@ -51,9 +52,7 @@ class Shape:
 
     def first_visible(self, position: int) -> int:
         """The first key that the query at a position sees."""
-        if self.window:
-            return max(position - self.window + 1, 0)
-        return position // self.chunk * self.chunk if self.chunk else 0
+        return first_visible(position, self.window, self.chunk)
 
     def layout(self, native: ModuleType) -> Any:
         sizes = (self.num_kv_heads, self.head_size, self.head_size_v, self.is_latent)

@@ -24,6 +24,7 @@ from kvloom.weights.loader import load_weights
 from kvloom.weights.steps import rows_of_units
 from memory_checkpoint import MemoryCheckpoint
 from tiny_models import make_weights, tensor_shapes
+from visibility import first_visible_of
 
 SIZES = StepSizes(
     max_num_tokens=1024, max_num_reqs=8, max_num_rows=1024, max_model_len=1024, block_size=16
@@ -106,7 +107,7 @@ class NativeRunner:
         for spec in self.group_specs:
             table = whole.block_table.copy()
             for row, num_computed in zip(table, whole.num_computed_tokens, strict=True):
-                row[: first_visible(spec, int(num_computed)) // spec.block_size] = 0
+                row[: first_visible_of(spec, int(num_computed)) // spec.block_size] = 0
             groups.append(replace(whole, block_table=table))
         return replace(batch, attention=groups)
 
@@ -116,7 +117,7 @@ def cut_tables(batch: Batch, specs: Sequence[KVCacheSpec]) -> Batch:
     groups = []
     for spec, metadata in zip(specs, batch.attention, strict=True):
         firsts = [
-            first_visible(spec, int(n)) // spec.block_size for n in metadata.num_computed_tokens
+            first_visible_of(spec, int(n)) // spec.block_size for n in metadata.num_computed_tokens
         ]
         table = metadata.block_table
         cut = np.zeros_like(table)
@@ -129,15 +130,6 @@ def cut_tables(batch: Batch, specs: Sequence[KVCacheSpec]) -> Batch:
         firsts_array = np.array(firsts, np.int32)
         groups.append(replace(metadata, block_table=cut[:, :width], first_columns=firsts_array))
     return replace(batch, attention=groups)
-
-
-def first_visible(spec: KVCacheSpec, position: int) -> int:
-    """The first key that the query at a position sees, from the definitions."""
-    window = getattr(spec, "sliding_window", None)
-    chunk = getattr(spec, "attention_chunk_size", None)
-    if window is not None:
-        return max(position - window + 1, 0)
-    return position // chunk * chunk if chunk is not None else 0
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from kvloom.ops.base import KVLayer
 from kvloom.runner.collectives import SingleRankCommunicator
 from kvloom.runner.input_batch import RunnerLimits
 from kvloom.runner.model_runner import ModelRunner
+from visibility import first_visible_of
 
 VOCAB_SIZE = 997
 MAX_MODEL_LEN = 1024
@@ -112,7 +113,9 @@ class ShadowExecutable:
     def forward(self, batch: Any) -> Any:
         self.counts.num_steps += 1
         # A layer that sees all comes first: it tells the others what they do not see.
-        layers = sorted(self.model.attention_layers, key=lambda one: self._first_seen(one, 2**20))
+        layers = sorted(
+            self.model.attention_layers, key=lambda one: first_visible_of(one.spec, 2**20)
+        )
         hashes, before = self._run_layer(layers[0], batch, None)
         for one in layers[1:]:
             others, _ = self._run_layer(one, batch, before)
@@ -141,7 +144,7 @@ class ShadowExecutable:
         for i, (start, stop) in spans:
             first = int(meta.num_computed_tokens[i])
             last = _START
-            if first and self._first_seen(one, first) < first:
+            if first and first_visible_of(one.spec, first) < first:
                 last = int(self._cell(one, meta, i, first - 1)[1])
             elif first:
                 assert before is not None, "one layer has to see all"
@@ -166,7 +169,7 @@ class ShadowExecutable:
         """Check all cells that the queries of one request see."""
         request, label, num_queries = query
         stop = int(meta.seq_lens[request])
-        firsts = [self._first_seen(one, p) for p in range(stop - num_queries, stop)]
+        firsts = [first_visible_of(one.spec, p) for p in range(stop - num_queries, stop)]
         positions = np.arange(firsts[0], stop)
         blocks = meta.block_table[request, positions // meta.block_size]
         cells = one.storage[blocks, positions % meta.block_size]  # [num_seen, CELL]
@@ -177,16 +180,6 @@ class ShadowExecutable:
         self.counts.num_reads += sum(
             p + 1 - first for p, first in zip(range(stop - num_queries, stop), firsts, strict=True)
         )
-
-    def _first_seen(self, one: KVLayer, position: int) -> int:
-        """The first token that the query at `position` sees, by the layer's own mask."""
-        window = getattr(one.spec, "sliding_window", None)
-        chunk = getattr(one.spec, "attention_chunk_size", None)
-        if window is not None:
-            return max(0, position - window + 1)
-        if chunk is not None:
-            return position // chunk * chunk
-        return 0
 
 
 class ShadowBackend:

@@ -22,6 +22,7 @@ from kvloom.ops.base import AttentionMetadata, Batch
 from kvloom.runner.collectives import SingleRankCommunicator, make_thread_communicators
 from kvloom.weights.loader import load_weights
 from memory_checkpoint import MemoryCheckpoint
+from visibility import first_visible
 
 BASE: dict[str, Any] = {
     "vocab_size": 48,
@@ -200,7 +201,8 @@ class _LayerGroup:
     def metadata(self, start: int, end: int) -> AttentionMetadata:
         """Of a step over the positions [start, end)."""
         size = self.spec.block_size
-        self._drop_before(self._first_visible(start) // size)
+        first = first_visible(start, self.layer.sliding_window_size, self.layer.chunk_size)
+        self._drop_before(first // size)
         positions = np.arange(start, end)
         return AttentionMetadata(
             block_table=self.table[None].copy(),
@@ -210,14 +212,6 @@ class _LayerGroup:
             num_computed_tokens=np.array([start], np.int32),
             block_size=size,
         )
-
-    def _first_visible(self, position: int) -> int:
-        """The first key that the query at a position sees, from the definitions."""
-        if self.layer.sliding_window_size is not None:
-            return max(position - self.layer.sliding_window_size + 1, 0)
-        if self.layer.chunk_size is not None:
-            return position // self.layer.chunk_size * self.layer.chunk_size
-        return 0
 
     def _drop_before(self, column: int) -> None:
         blocks = self.raw.reshape(-1, self.spec.page_size_bytes)

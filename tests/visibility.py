@@ -68,6 +68,19 @@ def _columns_seen(kind: Kind, first: int, num_stored: int) -> frozenset[int]:
     )
 
 
+def first_visible(position: int, window: int | None = None, chunk: int | None = None) -> int:
+    """The first key that the query at `position` sees: in a window, an aligned chunk, or at all."""
+    if window:
+        return max(position - window + 1, 0)
+    return position // chunk * chunk if chunk else 0
+
+
+def first_visible_of(spec: KVCacheSpec, position: int) -> int:
+    """The same of a layer with that spec."""
+    window = getattr(spec, "sliding_window", None)
+    return first_visible(position, window, getattr(spec, "attention_chunk_size", None))
+
+
 def joint_hit(kinds: Sequence[Kind], num_tokens: int, is_cached: Callable[[int, int], bool]) -> int:
     """Tokens of the longest joint prefix hit of a request, tried out from the longest on.
 

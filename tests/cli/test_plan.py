@@ -16,23 +16,12 @@ from kvloom.cli.main import main
 from kvloom.cli.plan import byte_count
 from kvloom.kv.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from kvloom.ops.isa import built_isas
+from plan_command import plan_json, refusal
 
 DATA = Path(__file__).parents[1] / "data"
 CONFIGS = DATA / "model_configs"
 LLAMA = str(CONFIGS / "llama-3.1-8b.json")
 GIB = 1 << 30
-
-
-def plan_json(capsys, *args: str) -> dict:
-    assert main(["plan", *args, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
-def refusal(capsys, *args: str) -> str:
-    assert main(["plan", *args]) == 1
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    return captured.err
 
 
 UNIFORM = ("llama-3.1-8b", "llama-3.3-70b", "qwen2.5-0.5b", "qwen3-8b")

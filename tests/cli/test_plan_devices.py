@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from xml.etree import ElementTree
@@ -17,23 +16,10 @@ from kvloom.cli.plan_draw import draw_svg, draw_text, segments_of
 from kvloom.config import EngineConfig
 from kvloom.kv.memory import GIB
 from kvloom.simulate.devices import DEVICES
+from plan_command import plan, plan_json, refusal
 
 CONFIGS = Path(__file__).parents[1] / "data" / "model_configs"
 LLAMA_70B, GPT_OSS = (str(CONFIGS / f"{n}.json") for n in ("llama-3.3-70b", "gpt-oss-20b"))
-
-
-def plan(capsys, *args: str) -> str:
-    assert main(["plan", *args]) == 0
-    return capsys.readouterr().out
-
-
-def plan_json(capsys, *args: str):
-    return json.loads(plan(capsys, *args, "--json"))
-
-
-def refusal(capsys, *args: str) -> str:
-    assert main(["plan", *args]) == 1
-    return capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("kv_dtype", "num_requests"), [("bfloat16", 10), ("fp8", 20)])

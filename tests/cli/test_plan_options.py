@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.cli.main import main
+from plan_command import plan_json, refusal
 
 CONFIGS = Path(__file__).parents[1] / "data" / "model_configs"
 LLAMA = str(CONFIGS / "llama-3.1-8b.json")
@@ -22,18 +22,6 @@ def host_of(monkeypatch):
         monkeypatch.setattr("kvloom.kv.host_memory.read_available_host_bytes", lambda: num_bytes)
 
     return be
-
-
-def plan_json(capsys, *args: str) -> dict:
-    assert main(["plan", *args, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
-def refusal(capsys, *args: str) -> str:
-    assert main(["plan", *args]) == 1
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    return captured.err
 
 
 def with_field(tmp_path: Path, name: str, value: object) -> str:

@@ -187,20 +187,6 @@ def test_a_mixed_step_equals_the_definition(native: ModuleType, shape: Shape) ->
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_row_is_the_same_bit_for_bit_in_any_step(native: ModuleType, format: str) -> None:
-    shape = Shape(format, 16, 2, 3, 64, 64)
-    stored = store(native, shape, random_rows(shape, [700, 90, 300]))
-    whole = run(native, stored, {0: (0, 700)})[0]
-    chunked = [run(native, stored, {0: (a, min(a + 97, 700))})[0] for a in range(0, 700, 97)]
-    assert np.array_equal(np.concatenate(chunked), whole)
-    for position in (0, 1, 15, 16, 31, 255, 256, 257, 511, 512, 600, 699):
-        alone = run(native, stored, {0: (position, position + 1)})[0]
-        mates = run(native, stored, {1: (0, 90), 0: (position, position + 1), 2: (299, 300)})[0]
-        assert np.array_equal(alone[0], whole[position]), position
-        assert np.array_equal(mates[0], whole[position]), position
-
-
-@pytest.mark.parametrize("format", FORMATS)
 def test_threads_and_parts_change_no_bit(native: ModuleType, format: str) -> None:
     shape = Shape(format, 32, 2, 2, 64, 64)
     stored = store(native, shape, random_rows(shape, [1500, 40]))

@@ -76,9 +76,11 @@ def test_a_masked_step_equals_the_definition(native: ModuleType, shape: Shape) -
     check_steps(native, store_steps(native, shape))
 
 
-@pytest.mark.parametrize("mask", [{"window": 37}, {"window": 256}, {"window": 300}, {"chunk": 96}])
+@pytest.mark.parametrize(
+    "mask", [{}, {"window": 37}, {"window": 256}, {"window": 300}, {"chunk": 96}]
+)
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_masked_row_is_the_same_bit_for_bit_in_any_step(
+def test_a_row_is_the_same_bit_for_bit_in_any_step(
     native: ModuleType, format: str, mask: dict[str, Any]
 ) -> None:
     shape = Shape(format, 32, 2, 3, 64, 64, **mask)

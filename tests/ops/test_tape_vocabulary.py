@@ -31,7 +31,6 @@ from kvloom.runner.collectives import SingleRankCommunicator
 
 HIDDEN, VOCAB, NUM_BLOCKS = 24, 11, 9
 BLOCK_SIZES = (2, 4)  # of the two KV cache groups
-COLLECTIVES = {"all_reduce", "all_gather"}
 
 
 def parameter(*shape: int) -> Parameter:

@@ -67,11 +67,6 @@ class ChatTemplate:
         self._special_tokens = special_tokens
 
     @property
-    def knows_tools(self) -> bool:
-        """Whether the template shows tools to the model."""
-        return "tools" in self._source
-
-    @property
     def source(self) -> str:
         """The template's text."""
         return self._source
