@@ -30,7 +30,8 @@ from kvloom.simulate.setup import ModelSource, build_ranks
 from kvloom.simulate.work import Chunk, ModelWork
 
 _NUM_SHORT = 16  # tokens of a prompt whose context is next to nothing
-_NUM_DECODE_STEPS = 16  # the first few after a prompt are slower
+_NUM_DECODE_STEPS = 12  # as many as short answers have: the first few after a prompt are slower
+_FEW_REQUESTS = 8  # whose steps are short
 _NUM_REPEATS, _NUM_LONG_REPEATS = 5, 3  # of prompts: one step alone says little
 _LONG = 256  # tokens
 _IDLE_TOKENS = (16, 64)  # of prompts after a pause; longer ones lose no more
@@ -118,7 +119,7 @@ class StepMeter:
         self._run_decode(self._max_requests, _NUM_SHORT)
 
     def measure(self) -> None:
-        """Everything once, prompts of one step a few times."""
+        """Everything once, what takes little time a few times."""
         for num_tokens in _powers_up_to(self._max_chunk):
             num_repeats = _NUM_LONG_REPEATS if num_tokens >= _LONG else _NUM_REPEATS
             for _ in range(num_repeats):
@@ -128,7 +129,9 @@ class StepMeter:
                 time.sleep(_PAUSE_SECONDS)
                 self._idle_chunks[num_tokens] += self._run_prompt(num_tokens)
         for num_requests in _powers_up_to(self._max_requests):
-            self._decodes[num_requests].append(self._run_decode(num_requests, _NUM_SHORT))
+            num_repeats = _NUM_REPEATS if num_requests <= _FEW_REQUESTS else _NUM_LONG_REPEATS
+            for _ in range(num_repeats):
+                self._decodes[num_requests].append(self._run_decode(num_requests, _NUM_SHORT))
         most = min(_MAX_LONG_REQUESTS, self._num_fitting(self._context))
         num_requests = max(number for number in self._decodes if number <= most)
         num_output = _NUM_DECODE_STEPS + 1 + self._num_prompt_steps(num_requests, self._context)
@@ -207,7 +210,7 @@ class StepMeter:
         return [self._step([request]).seconds for _ in range(0, num_prompt, self._max_chunk)]
 
     def _run_decode(self, num_requests: int, num_prompt: int) -> _DecodeTime:
-        """The median of steps in which each of these requests gets one more token."""
+        """The mean of steps in which each of these requests gets one more token."""
         num_prompt_steps = self._num_prompt_steps(num_requests, num_prompt)
         requests = self._add(num_requests, num_prompt, _NUM_DECODE_STEPS + 1 + num_prompt_steps)
         times = []
@@ -217,8 +220,8 @@ class StepMeter:
         times = [time for time in times if time.num_requests == num_requests][1:]
         return _DecodeTime(
             num_requests,
-            median(time.seconds for time in times),
-            median(time.num_computed for time in times),
+            fmean(time.seconds for time in times),
+            fmean(time.num_computed for time in times),
         )
 
     def _add(self, num_requests: int, num_prompt: int, num_output: int) -> list[Request]:
