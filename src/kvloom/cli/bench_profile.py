@@ -137,11 +137,12 @@ class StepMeter:
         num_output = _NUM_DECODE_STEPS + 1 + self._num_prompt_steps(num_requests, self._context)
         num_prompt = max(self._context - num_output, _NUM_SHORT)
         self._long_decodes.append(self._run_decode(num_requests, num_prompt))
-        starts = range(0, num_prompt, self._max_chunk)
-        for start, seconds in zip(starts, self._run_prompt(num_prompt), strict=True):
-            if start:
-                chunk = (start, min(self._max_chunk, num_prompt - start))
-                self._later_chunks[chunk].append(seconds)
+        for _ in range(_NUM_LONG_REPEATS):
+            starts = range(0, num_prompt, self._max_chunk)
+            for start, seconds in zip(starts, self._run_prompt(num_prompt), strict=True):
+                if start:
+                    chunk = (start, min(self._max_chunk, num_prompt - start))
+                    self._later_chunks[chunk].append(seconds)
 
     def profile(self, work: ModelWork) -> Profile:
         """Medians of what was measured."""
