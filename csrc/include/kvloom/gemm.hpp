@@ -153,16 +153,16 @@ inline Lookahead look_ahead(const Gemm& gemm, const GemmRange& range, int panel,
   const int tiles = range.end_tile - range.first_tile;
   if (tiles > kMaxTiles) {
     const Stream here{reinterpret_cast<uintptr_t>(group_at(gemm.weight, panel, 0)), 0};
-    return {here, here};
+    return {here, here, true};
   }
   const Stream weights = next_weights(gemm, range, panel, tile);
   if (tiles == 1 && lines_per_step(gemm.rows.format, gemm.rows.num_rows) > 1) {
-    return {weights, {weights.next + kCacheLineBytes, weights.step}};
+    return {weights, {weights.next + kCacheLineBytes, weights.step}, false};
   }
   const uintptr_t piece = far.take();
-  if (piece == 0) return {weights, weights};
+  if (piece == 0) return {weights, weights, tiles > 1};
   const size_t step = 2 * kCacheLineBytes * far.reads->piece_bytes() / read_panel_bytes(gemm);
-  return {weights, {piece, step}};
+  return {weights, {piece, step}, tiles > 1};
 }
 
 // The panels of a unit as the kernel reads them: where they are stored, or dequantised in scratch.

@@ -32,15 +32,16 @@ struct Stream {
 struct Lookahead {
   Stream weights;
   Stream far;  // more of the weights, or what a later instruction reads
+  // Whether several tiles share the weights: they go to the first cache then. One tile waits for
+  // the memory and asks for as much as it gives, which is more than that cache can wait for.
+  bool is_shared = false;
 
-  // For kVectors x kLanes outputs and 4 bytes of each. Few rows wait for the memory and ask for as
-  // much as it gives, which is more than the first cache can wait for; many rows do not.
-  template <int kRows, int kVectors>
+  // For kVectors x kLanes outputs and 4 bytes of each.
+  template <int kVectors>
   KVLOOM_INLINE void advance() {
     constexpr uintptr_t kStrips = kPanelOutputs / (kVectors * kLanes);
-    constexpr bool kIsFew = kRows <= 8;
     const void* line = reinterpret_cast<const void*>(weights.next);
-    kIsFew ? prefetch_l2(line) : prefetch_l1(line);
+    is_shared ? prefetch_l1(line) : prefetch_l2(line);
     prefetch_l2(reinterpret_cast<const void*>(far.next));
     weights.next += weights.step / kStrips;
     far.next += far.step / kStrips;
@@ -80,7 +81,7 @@ struct F32Kernel {
     const uint8_t* w = args.panel + 4 * args.first_output;
     Lookahead ahead = args.ahead;
     for (int k = args.num_groups * kGroupInputs; k > 0; --k) {
-      ahead.advance<kRows, kVectors>();
+      ahead.advance<kVectors>();
       vf32 weights[kVectors];
       KVLOOM_UNROLL
       for (int v = 0; v < kVectors; ++v) weights[v] = as_f32(load_i32(w + 4 * v * kLanes));
@@ -108,7 +109,7 @@ struct BF16Kernel {
     const uint8_t* w = args.panel + 4 * args.first_output;
     Lookahead ahead = args.ahead;
     for (int pair = args.num_groups * (kGroupInputs / 2); pair > 0; --pair) {
-      ahead.advance<kRows, kVectors>();
+      ahead.advance<kVectors>();
       vi32 weights[kVectors];
       KVLOOM_UNROLL
       for (int v = 0; v < kVectors; ++v) weights[v] = load_i32(w + 4 * v * kLanes);
@@ -153,7 +154,7 @@ KVLOOM_INLINE void add_nibble_dots(const uint8_t* w, const uint8_t* x,
                                    vi32 (&dots)[kRows][kVectors], Lookahead& ahead) {
   KVLOOM_UNROLL
   for (int quad = 0; quad < kQuadsPerGroup / 2; ++quad) {
-    ahead.advance<kRows, kVectors>();
+    ahead.advance<kVectors>();
     vi32 low[kVectors], high[kVectors];
     KVLOOM_UNROLL
     for (int v = 0; v < kVectors; ++v) {
@@ -180,7 +181,7 @@ KVLOOM_INLINE void add_byte_dots(const uint8_t* w, const uint8_t* x, vi32 (&dots
                                  Lookahead& ahead) {
   KVLOOM_UNROLL
   for (int quad = 0; quad < kQuadsPerGroup; ++quad) {
-    ahead.advance<kRows, kVectors>();
+    ahead.advance<kVectors>();
     vi32 codes[kVectors];
     KVLOOM_UNROLL
     for (int v = 0; v < kVectors; ++v) {
@@ -250,7 +251,7 @@ struct Q4Kernel {
       vi32 dots[kRows][kVectors];
       start_sums<kRows, kVectors>(dots);
       add_nibble_dots<kRows, kVectors>(w, x, dots, ahead);
-      ahead.advance<kRows, kVectors>();
+      ahead.advance<kVectors>();
       const uint8_t* scales_x = x + kGroupInputs * kRows;
       vf32 d[kVectors], m[kVectors];
       KVLOOM_UNROLL
