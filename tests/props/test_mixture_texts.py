@@ -28,6 +28,7 @@ from visibility import Kind
 
 VOCAB_SIZE, HIDDEN_SIZE, NUM_HEADS, MAX_MODEL_LEN = 40, 16, 4, 48
 NUM_MODELS = 8
+MAX_ROUNDING = 0.05  # of logits, whose spread is 16: large scores over 9 layers magnify it
 
 
 @dataclass
@@ -108,12 +109,12 @@ def parameter(name: str, array: np.ndarray) -> Parameter:
     return Parameter(name, array.shape, DType.FLOAT32, (), value=array)
 
 
-def next_token(layers: list[Layer], table: np.ndarray, token_ids: list[int]) -> int:
-    """The same model from the definitions: everything at once, no cache, in double precision."""
-    x = table[token_ids].astype(np.float64)  # [num_tokens, hidden_size]
+def next_logits(model: MixtureModel, token_ids: list[int], dtype: type) -> np.ndarray:
+    """The same model from the definitions: everything at once, no cache."""
+    x = model.table[token_ids].astype(dtype)  # [num_tokens, hidden_size]
     num_tokens = len(token_ids)
     stored: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-    for layer in layers:
+    for layer in model.layers:
         spec, w = layer.spec, layer.weights
         q = (x @ w["q"].T).reshape(num_tokens, NUM_HEADS, -1)
         if spec.shares_kv_with is None:
@@ -126,12 +127,21 @@ def next_token(layers: list[Layer], table: np.ndarray, token_ids: list[int]) -> 
         sees = np.array(
             [[layer.kind.sees(i, j) for j in range(num_tokens)] for i in range(num_tokens)]
         )
-        scores = np.einsum("ihd,jhd->hij", q, k) * layer.scale
-        scores = np.exp(np.where(sees, scores - scores.max(-1, keepdims=True), -np.inf))
+        scores = np.where(sees, np.einsum("ihd,jhd->hij", q, k) * layer.scale, -np.inf)
+        scores = np.exp(scores - scores.max(-1, keepdims=True))
         a = np.einsum("hij,jhd->ihd", scores / scores.sum(-1, keepdims=True), v)
         x = x + a.reshape(num_tokens, -1) @ w["out"].T
         x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6)
-    return int(np.argmax(x[-1] @ table.T))
+    return x[-1] @ model.table.T
+
+
+def check_next(model: MixtureModel, token_ids: list[int], token_id: int) -> None:
+    """The token has the best logit in double precision, or rounding to single hides which has."""
+    logits = next_logits(model, token_ids, np.float64)
+    missed = logits.max() - logits[token_id]
+    if missed:
+        rounding = np.abs(next_logits(model, token_ids, np.float32) - logits).max()
+        assert missed <= 2 * min(rounding, MAX_ROUNDING), f"token {len(token_ids)}: {missed}"
 
 
 def make_plan(rng: random.Random, model: MixtureModel, budget: int, base: int) -> KVCachePlan:
@@ -205,8 +215,7 @@ def run(seed: int, num_prompts: int) -> int:
     for request in requests:
         assert request.num_output_tokens == request.sampling_params.max_tokens
         for end in range(request.num_prompt_tokens, request.num_tokens):
-            expected = next_token(model.layers, model.table, request.token_ids[:end])
-            assert request.token_ids[end] == expected, f"token {end} of {request.num_tokens}"
+            check_next(model, request.token_ids[:end], request.token_ids[end])
     assert manager.stats.num_hit_tokens > 0
     assert manager.num_used_blocks == 0
     return num_copies
