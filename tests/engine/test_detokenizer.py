@@ -14,7 +14,7 @@ from kvloom.request import SamplingParams
 from kvloom.tokenizer.tokenizer import SpecialTokens
 from stop_cases import CASE_9, REPLACEMENT, ByteDecoder, byte_pieces
 
-properties = settings(max_examples=150, deadline=None, derandomize=True, database=None)
+properties = settings(max_examples=150)
 
 
 class NothingPlain:

@@ -121,7 +121,7 @@ def problems(draw) -> LayoutProblem:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problem=problems(), share=st.sampled_from([Fraction(0), Fraction(199, 200), Fraction(1)]))
 def test_the_layout_is_the_best_of_all(problem, share):
     costs = Costs(problem)

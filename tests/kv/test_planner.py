@@ -135,7 +135,7 @@ def test_boundary_of_64_blocks(as_memory):
             plan_kv_cache(ask(length + more, num_blocks=blocks), [layers(2)], [memory])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     block_size=st.sampled_from([1, 2, 16, 256]),
     num_blocks=st.integers(2, 300),

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import ClassVar
 
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -256,10 +256,6 @@ def test_whatever_happens(scale: int) -> None:
         settings=settings(
             max_examples=NUM_RUNS * scale,
             stateful_step_count=NUM_EVENTS_PER_RUN,
-            deadline=None,
-            derandomize=True,
-            database=None,
-            suppress_health_check=list(HealthCheck),
             phases=[Phase.generate],
         ),
     )

@@ -81,9 +81,6 @@ def test_texts_equal_those_of_dynamic_shapes(backend: str, name: str, scale: int
     # Without shrinking: it would run thousands of engines.
     @settings(
         max_examples=(3 if backend == "native" else 2) * scale,
-        deadline=None,
-        derandomize=True,
-        database=None,
         phases=(Phase.generate,),
     )
     @given(

@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 import httpx
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvloom.server.schema import (
@@ -71,13 +71,7 @@ def test_no_body_is_answered_with_5xx(live: LiveServer, scale: int) -> None:
     headers = {"Content-Type": "application/json"}
     with httpx.Client(base_url=live.url, timeout=60, headers=headers) as client:
 
-        @settings(
-            max_examples=100 * scale,
-            deadline=None,
-            derandomize=True,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-        )
+        @settings(max_examples=100 * scale)
         @given(requests())
         def check(request: tuple[str, Any]) -> None:
             path, body = request

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import requests
 import schemathesis
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from schemathesis import GenerationMode
 from schemathesis.checks import CHECKS
@@ -82,13 +82,7 @@ def test_answers_are_as_the_description_says(short: LiveServer, scale: int) -> N
     excluded = [c for c in CHECKS.get_all() if c.__name__ == "positive_data_acceptance"]
     with requests.Session() as session:
 
-        @settings(
-            max_examples=250 * scale,
-            deadline=None,
-            derandomize=True,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-        )
+        @settings(max_examples=250 * scale)
         @given(cases, st.booleans())
         def check(case: schemathesis.Case, is_simple: bool) -> None:
             case.body = whole_numbers(case.body)
