@@ -46,12 +46,14 @@ def options_of(backend: str) -> dict[str, Any]:
     }
 
 
-@functools.cache
-def fewest_blocks(backend: str, name: str) -> int:
-    """The smallest pool that holds one request of any length."""
+def fewest_blocks(name: str, options: dict[str, Any]) -> int:
+    """The smallest pool that holds one request of any length.
+
+    It depends on every budget, the buckets too: the planner lays the groups out for them.
+    """
     for num_blocks in range(2, 100):
         try:
-            make_engine(MODELS[name], **options_of(backend), num_blocks=num_blocks).shutdown()
+            make_engine(MODELS[name], **options, num_blocks=num_blocks).shutdown()
         except CapacityError:
             continue
         return num_blocks
@@ -99,42 +101,39 @@ def test_texts_equal_those_of_dynamic_shapes(backend: str, name: str, scale: int
         num_more_blocks: int,
         num_draft_tokens: int,
     ) -> None:
+        options = options_of(backend) | {
+            "has_static_shapes": True,
+            "num_batched_tokens_buckets": num_tokens,
+            "num_seqs_buckets": num_reqs,
+            "context_len_buckets": context_lens,
+            "prefill_segment": segment,
+            "num_draft_tokens": num_draft_tokens,
+        }
+        num_blocks = fewest_blocks(name, options) + num_more_blocks
         watch = Watch()
         with watching(watch, backend):
-            core = make_engine(
-                MODELS[name],
-                **options_of(backend),
-                # Other budgets may lay the groups out in another way, for some more blocks.
-                num_blocks=fewest_blocks(backend, name) * 3 // 2 + num_more_blocks,
-                has_static_shapes=True,
-                num_batched_tokens_buckets=num_tokens,
-                num_seqs_buckets=num_reqs,
-                context_len_buckets=context_lens,
-                prefill_segment=segment,
-                num_draft_tokens=num_draft_tokens,
-            )
+            core = make_engine(MODELS[name], **options, num_blocks=num_blocks)
         assert len(set(watch.warmed)) == len(watch.warmed) > 0
         assert not watch.seen
         assert run(core, PROMPTS, MAX_TOKENS) == dynamic_texts(backend, name)
         assert set(watch.seen) <= set(watch.warmed)
 
-    fewest_blocks(backend, name), dynamic_texts(backend, name)
+    dynamic_texts(backend, name)
     check()
 
 
 @pytest.mark.parametrize(("backend", "name"), RUNS)
 def test_poison_where_nothing_may_be_read_changes_no_logit(backend: str, name: str) -> None:
     """The null block and all unwritten slots are NaN, and so is what comes out of padding."""
+    options = options_of(backend) | {
+        "num_batched_tokens_buckets": (8, 32),
+        "num_seqs_buckets": (2, 8),
+        "context_len_buckets": (32, 64),
+    }
+    num_blocks = fewest_blocks(name, options) + 4
     watch = Watch(poisons=True)
     with watching(watch, backend):
-        core = make_engine(
-            MODELS[name],
-            **options_of(backend),
-            num_blocks=fewest_blocks(backend, name) + 4,
-            num_batched_tokens_buckets=(8, 32),
-            num_seqs_buckets=(2, 8),
-            context_len_buckets=(32, 64),
-        )
+        core = make_engine(MODELS[name], **options, num_blocks=num_blocks)
     assert run(core, PROMPTS, MAX_TOKENS) == dynamic_texts(backend, name)
     steps = core.stats.steps
     assert steps.num_padded_tokens > steps.num_scheduled_tokens > 0
