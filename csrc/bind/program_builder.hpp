@@ -166,10 +166,10 @@ class ProgramBuilder {
   int begin(const BatchArrays& batch, const std::vector<GroupArrays>& groups) {
     check(step_ != nullptr, "finish the program first");
     check(!is_busy_, "another thread is running this program");
-    const Busy busy(is_busy_);
     has_begun_ = false;
     step_->set(batch, groups);
-    nb::gil_scoped_release unlocked;
+    // With the interpreter's lock: a plan is short, and whoever took the lock meanwhile would keep
+    // it longer.
     program_->begin(step_->step());
     has_begun_ = true;
     return step_->step().num_rows;
@@ -295,7 +295,7 @@ class ProgramBuilder {
   std::vector<const AttentionGroup*> attention_groups_;
   int num_positions_ = 1 << 28;  // that every table of positions has
   bool has_begun_ = false;
-  bool is_busy_ = false;  // a thread is inside begin or run_segment
+  bool is_busy_ = false;  // a thread is inside run_segment
   std::unique_ptr<Program> program_;
   std::unique_ptr<CheckedStep> step_;
 };

@@ -48,4 +48,42 @@ KVLOOM_TEST(a_thread_takes_its_own_run_of_items_in_order_and_then_those_of_the_n
   }
 }
 
+KVLOOM_TEST(a_thread_that_has_no_core_is_not_waited_for) {
+  ThreadTeam team(2);
+  std::atomic<bool> may_go_on{false};
+  std::vector<int> done(9);
+  team.run([&](int thread) noexcept {
+    while (thread == 1 && !may_go_on) pause_cpu();
+    for (int loop = 0; loop < 3; ++loop) {
+      team.for_each_item(thread, 9, [&](int64_t i) {
+        if (done[static_cast<size_t>(i)] == loop) ++done[static_cast<size_t>(i)];
+      });
+    }
+    may_go_on = true;  // the loops are over without the other one
+  });
+  CHECK(done == std::vector<int>(9, 3));
+}
+
+KVLOOM_TEST(threads_that_come_late_find_their_place) {
+  constexpr int kNumThreads = 3, kNumLoops = 2000, kNumItems = 4;
+  ThreadTeam team(kNumThreads);
+  std::vector<int> done(kNumItems);  // plain: items of two loops at once would be a race
+  std::atomic<int> num_wrong{0};
+  team.run([&](int thread) noexcept {
+    for (int loop = 0; loop < kNumLoops; ++loop) {
+      // Each thread is slow in stretches of its own.
+      const int num_pauses = loop / 50 % kNumThreads == thread ? 300 : 0;
+      for (int i = 0; i < num_pauses; ++i) pause_cpu();
+      team.for_each_item(thread, 1 + loop % kNumItems, [&](int64_t item) {
+        const int before = done[static_cast<size_t>(item)]++;
+        // Loops of at least item + 1 items, of those before this one.
+        const int expected = loop / kNumItems * (kNumItems - static_cast<int>(item)) +
+                             loop % kNumItems - static_cast<int>(item);
+        if (before != expected) ++num_wrong;
+      });
+    }
+  });
+  CHECK(num_wrong == 0);
+}
+
 }  // namespace kvloom

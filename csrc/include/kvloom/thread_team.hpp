@@ -8,8 +8,8 @@
 //   });
 //
 // Every thread of a region makes the same calls of for_each_item() and barrier(), in the same
-// order. Functions must not throw: no thread could go on past a barrier that another one never
-// reaches.
+// order, but not at the same time: other threads do the items of one that has no core.
+// Functions must not throw: no thread could go on past a barrier that another one never reaches.
 #pragma once
 
 #include <pthread.h>
@@ -133,35 +133,58 @@ class Crew {
 
   template <class Function>
   void for_each_item(int thread, int64_t num_items, Function&& function) {
-    Share& own = shares_[static_cast<size_t>(thread)];
-    // Counters of the other parity are read by nobody: all threads are past the loop that used
-    // them, and before the loop that will.
-    const uint32_t parity = ++own.num_loops & 1u;
-    own.num_taken[parity ^ 1u].store(0, std::memory_order_relaxed);
+    if (num_items == 0) return;
+    const uint32_t loop = shares_[static_cast<size_t>(thread)].num_loops++;
+    int64_t num_done = 0;
     for (int i = 0; i < num_threads_; ++i) {
-      take_items((thread + i) % num_threads_, parity, num_items, function);
+      num_done += do_items((thread + i) % num_threads_, loop, num_items, function);
     }
-    barrier();
+    // A loop is over when its items are done, whoever did them: a thread that lost its core is not
+    // waited for, unless it holds an item.
+    if (num_done != 0 &&
+        num_done_.fetch_add(num_done, std::memory_order_acq_rel) + num_done == num_items) {
+      num_done_.store(0, std::memory_order_relaxed);
+      loops_.open();
+    } else {
+      loops_.wait_past(loop, kNumSpins);
+    }
   }
 
  private:
-  // The items of one thread: num_items * t / n and on. Counters on lines of their own, so that a
-  // thread shares no memory with others before it helps them.
+  // The items of one thread: num_items * t / n and on. Each on lines of its own, so that a thread
+  // shares no memory with others before it helps them.
   struct alignas(2 * kCacheLineBytes) Share {
-    std::atomic<int64_t> num_taken[2] = {{0}, {0}};  // by the parity of the loop
-    uint32_t num_loops = 0;
+    // A loop, and how many of its items were taken, in the upper and the lower half.
+    std::atomic<uint64_t> taken{0};
+    uint32_t num_loops = 0;  // that the thread has come to
   };
 
-  // Takes what is left of a thread's items, in their order.
+  // Takes what is left of a thread's items, in their order; returns how many it did.
   template <class Function>
-  void take_items(int owner, uint32_t parity, int64_t num_items, Function&& function) {
-    std::atomic<int64_t>& num_taken = shares_[static_cast<size_t>(owner)].num_taken[parity];
+  int64_t do_items(int owner, uint32_t loop, int64_t num_items, Function&& function) {
     const int64_t start = num_items * owner / num_threads_;
     const int64_t count = num_items * (owner + 1) / num_threads_ - start;
-    // A look before each step: a counter that has run out is left as it is.
-    while (num_taken.load(std::memory_order_relaxed) < count) {
-      const int64_t item = num_taken.fetch_add(1, std::memory_order_relaxed);
-      if (item < count) function(start + item);
+    std::atomic<uint64_t>& taken = shares_[static_cast<size_t>(owner)].taken;
+    int64_t num_done = 0;
+    for (int64_t item; (item = take_item(taken, loop, count)) < count; ++num_done) {
+      function(start + item);
+    }
+    return num_done;
+  }
+
+  // The first of `count` items of a loop that nobody took; `count` if there is none.
+  int64_t take_item(std::atomic<uint64_t>& taken, uint32_t loop, int64_t count) {
+    uint64_t seen = taken.load(std::memory_order_acquire);
+    for (;;) {
+      int64_t item = static_cast<int64_t>(seen & 0xffffffffu);
+      if (seen >> 32 != loop) {
+        // Left from an earlier loop, or of a later one: then ours is seen to be over, too.
+        if (loops_.epoch() != loop) return count;
+        item = 0;
+      }
+      if (item >= count) return count;
+      const uint64_t next = uint64_t{loop} << 32 | static_cast<uint64_t>(item + 1);
+      if (taken.compare_exchange_weak(seen, next, std::memory_order_acq_rel)) return item;
     }
   }
 
@@ -196,7 +219,9 @@ class Crew {
   bool is_stopping_ = false;
   Gate start_;
   std::unique_ptr<Share[]> shares_;  // [num_threads]
-  // On cache lines of their own: the one is hammered while the others are waited for.
+  // On cache lines of their own: the ones are hammered while the others are waited for.
+  alignas(kCacheLineBytes) std::atomic<int64_t> num_done_{0};  // items of the loop that is not over
+  alignas(kCacheLineBytes) Gate loops_;                        // its epoch: how many are over
   alignas(kCacheLineBytes) std::atomic<int> num_arrived_{0};
   alignas(kCacheLineBytes) Gate barrier_;
 };
@@ -233,8 +258,10 @@ class ThreadTeam {
   void barrier() { crew().barrier(); }
 
   // Inside a region: calls function(item) once for each item in [0, num_items), over all threads;
-  // then a barrier. Each thread takes a run of neighbours in order, so that what it reads can be
-  // brought near before it is there, and then what others have left of theirs.
+  // returns when all are done, be it that a thread has yet to come: it finds nothing left to do and
+  // must not read what the items of later loops change. Each thread takes a run of neighbours in
+  // order, so that what it reads can be brought near before it is there, and then what others have
+  // left of theirs. num_items / num_threads < 2^32.
   template <class Function>
   void for_each_item(int thread, int64_t num_items, Function&& function) {
     crew().for_each_item(thread, num_items, function);
