@@ -235,15 +235,14 @@ class ModelRunner:
         prompts = _unscored_prompt_tokens(inputs)
         last_tokens = inputs.query_start[1:][sampled] - 1
         states = [inputs.states[i] for i in sampled]
-        rows = np.concatenate(
-            [with_drafts(last_tokens, states, drafts), *(p.tokens for p in prompts)],
-            dtype=np.int64,
-        )
+        rows = with_drafts(last_tokens, states, drafts)
+        if prompts:
+            rows = np.concatenate([rows, *(p.tokens for p in prompts)])
         assert len(rows) <= self.limits.max_num_logits_rows, "the scheduler bounds them"
         batch = Batch(
             token_ids=inputs.token_ids,
             positions=inputs.positions,
-            logits_rows=rows,
+            logits_rows=rows.astype(np.int64, copy=False),
             attention=self._build_attention_metadata(inputs),
         )
         if self._shapes is not None:

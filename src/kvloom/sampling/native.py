@@ -72,10 +72,12 @@ class _Encoded:
         params: held, so that its id stays its own.
         may_adjust: whether anything but temperature and truncation can change the logits.
         is_fixed: whether the record is the same at every step: greedy, and nothing to adjust.
+        num_logprobs: most likely tokens to report; -1: no log-probabilities at all.
     """
 
     params: ResolvedSamplingParams
     record: bytes
+    num_logprobs: int
     may_adjust: bool
     is_fixed: bool
 
@@ -153,20 +155,22 @@ class NativeSampler:
         if logits.shape != (len(rows), self._vocab_size):
             raise ValueError(f"logits are {logits.shape}, not {(len(rows), self._vocab_size)}")
         encoded = [self._encode(row.params) for row in rows]
-        records = np.frombuffer(bytearray().join([e.record for e in encoded]), _RECORD)
+        data = np.frombuffer(bytearray().join([e.record for e in encoded]), np.uint8)
         edits = self._no_edits
         if grammar is not None or not all(e.is_fixed for e in encoded):
+            records = data.view(_RECORD)
             if grammar is not None:
                 records["grammar_row"] = grammar_rows
             edits = self._native_edits(_fill(records, rows, encoded), grammar)
         scores = self._no_scores
-        num_top = int(records["num_logprobs"].max(initial=-1))
+        num_logprobs = [e.num_logprobs for e in encoded]
+        num_top = max(num_logprobs, default=-1)
         if num_top >= 0:
             scores = _Scores(self._native, len(rows), num_top)
         chosen = np.empty((2, len(rows)), np.int32)
-        bytes_of_rows = records.view(np.uint8).reshape(len(rows), _RECORD.itemsize)
+        bytes_of_rows = data.reshape(len(rows), _RECORD.itemsize)
         self._sampler.sample(logits, bytes_of_rows, chosen, edits, scores.native)
-        return _result(chosen, records["num_logprobs"], scores, self._vocab_size)
+        return _result(chosen, num_logprobs, scores, self._vocab_size)
 
     def prompt_logprobs(
         self, logits: FloatArray, next_token_ids: Sequence[int], num_top: int
@@ -237,11 +241,16 @@ def _encode(params: ResolvedSamplingParams) -> _Encoded:
     for name in _COPIED:
         record[name] = getattr(params, name)
     record["top_k"] = min(params.top_k, _MAX_INT64)
-    record["num_logprobs"] = -1 if params.logprobs is None else params.logprobs
+    num_logprobs = -1 if params.logprobs is None else params.logprobs
+    record["num_logprobs"] = num_logprobs
     record["grammar_row"] = -1
     may_adjust = SamplingRow(params, (), ()).has_adjustments  # nor later, if not at the start
     return _Encoded(
-        params, record.tobytes(), may_adjust, is_fixed=params.is_greedy and not may_adjust
+        params,
+        record.tobytes(),
+        num_logprobs,
+        may_adjust,
+        is_fixed=params.is_greedy and not may_adjust,
     )
 
 
@@ -260,15 +269,16 @@ def _fill(
 
 
 def _result(
-    chosen: NDArray[np.int32], num_logprobs: NDArray[np.int64], scores: _Scores, vocab_size: int
+    chosen: NDArray[np.int32], num_logprobs: list[int], scores: _Scores, vocab_size: int
 ) -> SampleResult:
-    token_ids: list[int] = chosen[0].tolist()
+    token_ids, statuses = chosen.tolist()
     result = SampleResult(token_ids=token_ids, logprobs=[None] * len(token_ids))
     wanted = num_logprobs  # -1 where there is nothing to report
-    if chosen[1].any():
-        statuses = chosen[1].tolist()
+    if any(statuses):
         result.errors = {i: _REASONS[status] for i, status in enumerate(statuses) if status}
-        wanted = np.where(chosen[1] == 0, num_logprobs, -1)
-    if wanted.max(initial=-1) >= 0:
-        result.logprobs = scores.of_rows(token_ids, wanted.tolist(), vocab_size)
+        wanted = [
+            -1 if status else count for status, count in zip(statuses, num_logprobs, strict=True)
+        ]
+    if max(wanted, default=-1) >= 0:
+        result.logprobs = scores.of_rows(token_ids, wanted, vocab_size)
     return result
