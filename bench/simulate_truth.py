@@ -1,8 +1,8 @@
 """The simulation's times against the engine's, on this machine, for three workloads.
 
 A round is: profile, serve on the engine, profile again, simulate with both. Rounds in which
-the memory bandwidth moved by more than 10 %, or other processes used more than 4 % of the
-processors, are discarded; medians of the others count.
+the memory bandwidth or what the two profiles foretell moved by more than 10 %, or other processes
+used more than 4 % of the processors, are discarded; medians of the others count.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from kvloom.simulate.trace import (
 )
 
 AZURE = Path(__file__).parents[2] / "shared" / "traces" / "azure_conv_2023.csv"
-MAX_BANDWIDTH_MOVE = 0.10
+MAX_MOVE = 0.10
 MAX_DISCARDED = 3  # rounds per round asked for
 NUM_PROBES = 5  # of the bandwidth, whose median counts: it comes in bursts
 NUM_ROUNDS = 3
@@ -166,31 +166,34 @@ class Round:
 
     Attributes:
         real: what the engine did.
-        simulated: the mean over the profiles from before and from after.
+        simulated: with the profiles from before and from after.
         bandwidth: bytes per second before and after.
         foreign_share: of the processors that others used while the round measured, at worst.
     """
 
     real: Figures
-    simulated: Figures
+    simulated: tuple[Figures, Figures]
     bandwidth: tuple[float, float]
     foreign_share: float
 
     @property
     def ratios(self) -> tuple[float, ...]:
-        """Simulated to real."""
-        return self.simulated.over(self.real)
+        """Simulated, as the mean of both, to real."""
+        return Figures.mean(self.simulated).over(self.real)
 
     @property
     def is_steady(self) -> bool:
         """Whether it counts."""
-        before, after = self.bandwidth
-        return abs(after / before - 1) <= MAX_BANDWIDTH_MOVE and self.foreign_share <= QUIET_SHARE
+        before, after = self.simulated
+        moves = [*after.over(before), self.bandwidth[1] / self.bandwidth[0]]
+        is_calm = all(abs(move - 1) <= MAX_MOVE for move in moves)
+        return is_calm and self.foreign_share <= QUIET_SHARE
 
     def __str__(self) -> str:
         before, after = (f"{value / 1e9:.1f}" for value in self.bandwidth)
         return (
-            f"real {self.real}; simulated {self.simulated}; {say_ratios(self.ratios)}; "
+            f"real {self.real}; simulated {' and '.join(map(str, self.simulated))}; "
+            f"{say_ratios(self.ratios)}; "
             f"{before} and {after} GB/s, others used {self.foreign_share:.1%}"
             f"{'' if self.is_steady else '; discarded'}"
         )
@@ -229,11 +232,11 @@ class Truth:
     def _round(self, requests: Sequence[TraceRequest]) -> Round:
         self._foreign_share = 0.0
         before = self._bandwidth()
-        profiles = [self._alone(self._profile)]
+        first = self._alone(self._profile)
         real = self._alone(lambda: self._serve(requests))
-        profiles.append(self._alone(self._profile))
+        second = self._alone(self._profile)
         after = self._bandwidth()
-        simulated = Figures.mean(self._simulate(profile, requests) for profile in profiles)
+        simulated = self._simulate(first, requests), self._simulate(second, requests)
         return Round(real, simulated, (before, after), self._foreign_share)
 
     def _bandwidth(self) -> float:

@@ -127,7 +127,7 @@ class StepMeter:
         for num_tokens in sorted({min(number, self._max_chunk) for number in _IDLE_TOKENS}):
             for _ in range(_NUM_REPEATS):
                 time.sleep(_PAUSE_SECONDS)
-                self._idle_chunks[num_tokens] += self._run_prompt(num_tokens)
+                self._idle_chunks[num_tokens].append(self._run_answer(num_tokens))
         for num_requests in _powers_up_to(self._max_requests):
             num_repeats = _NUM_REPEATS if num_requests <= _FEW_REQUESTS else _NUM_LONG_REPEATS
             for _ in range(num_repeats):
@@ -209,6 +209,18 @@ class StepMeter:
         """Seconds of the steps of one prompt."""
         (request,) = self._add(1, num_prompt, 1)
         return [self._step([request]).seconds for _ in range(0, num_prompt, self._max_chunk)]
+
+    def _run_answer(self, num_prompt: int) -> float:
+        """Seconds of the first step of a prompt that gets a short answer.
+
+        Between pauses processors are as busy as requests make them: with prompts alone they would
+        go on sleeping more deeply than they ever do while somebody is served.
+        """
+        requests = self._add(1, num_prompt, _NUM_DECODE_STEPS)
+        first = self._step(requests)
+        while self._core.has_unfinished_requests():
+            self._core.step()
+        return first.seconds
 
     def _run_decode(self, num_requests: int, num_prompt: int) -> _DecodeTime:
         """The mean of steps in which each of these requests gets one more token."""
