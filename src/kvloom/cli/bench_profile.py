@@ -38,7 +38,8 @@ _IDLE_TOKENS = (16, 64)  # of prompts after a pause; longer ones lose no more
 _PAUSE_SECONDS = 0.1  # enough for threads and processors to fall asleep
 _MAX_REQUESTS = 64
 _MAX_CONTEXT = 4096  # longer ones cost in proportion, and take minutes
-_MAX_LONG_REQUESTS = 4
+_NUM_LONG_CONTEXTS = 4  # that all requests share: a quarter each of 16
+_MAX_LONG_REQUESTS = 16  # as in a busy engine, which reads contexts while it computes
 
 
 def measure_profile(config: EngineConfig, num_rounds: int) -> Profile:
@@ -132,11 +133,18 @@ class StepMeter:
             num_repeats = _NUM_REPEATS if num_requests <= _FEW_REQUESTS else _NUM_LONG_REPEATS
             for _ in range(num_repeats):
                 self._decodes[num_requests].append(self._run_decode(num_requests, _NUM_SHORT))
-        most = min(_MAX_LONG_REQUESTS, self._num_fitting(self._context))
+        self._measure_long()
+
+    def _measure_long(self) -> None:
+        """What long contexts add, to tokens one by one and to chunks."""
+        num_fitting = self._num_fitting(self._context)
+        most = num_fitting if num_fitting < _NUM_LONG_CONTEXTS else _MAX_LONG_REQUESTS
         num_requests = max(number for number in self._decodes if number <= most)
-        num_output = _NUM_DECODE_STEPS + 1 + self._num_prompt_steps(num_requests, self._context)
-        num_prompt = max(self._context - num_output, _NUM_SHORT)
+        context = self._context * _NUM_LONG_CONTEXTS // max(num_requests, _NUM_LONG_CONTEXTS)
+        num_output = _NUM_DECODE_STEPS + 1 + self._num_prompt_steps(num_requests, context)
+        num_prompt = max(context - num_output, _NUM_SHORT)
         self._long_decodes.append(self._run_decode(num_requests, num_prompt))
+        num_prompt = self._context - num_output
         for _ in range(_NUM_LONG_REPEATS):
             starts = range(0, num_prompt, self._max_chunk)
             for start, seconds in zip(starts, self._run_prompt(num_prompt), strict=True):
