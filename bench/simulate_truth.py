@@ -1,8 +1,8 @@
 """The simulation's times against the engine's, on this machine, for three workloads.
 
 A round is: profile, serve on the engine, profile again, simulate with both. Rounds in which
-the memory bandwidth or what the two profiles foretell moved by more than 10 %, or other processes
-used more than 4 % of the processors, are discarded; medians of the others count.
+the memory bandwidth moved by more than 10 %, or other processes used more than 4 % of the
+processors, are discarded; medians of the others count.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from kvloom.simulate.trace import (
 )
 
 AZURE = Path(__file__).parents[2] / "shared" / "traces" / "azure_conv_2023.csv"
-MAX_MOVE = 0.10
+MAX_BANDWIDTH_MOVE = 0.10
 MAX_DISCARDED = 3  # rounds per round asked for
 NUM_PROBES = 5  # of the bandwidth, whose median counts: it comes in bursts
 NUM_ROUNDS = 3
@@ -184,10 +184,8 @@ class Round:
     @property
     def is_steady(self) -> bool:
         """Whether it counts."""
-        before, after = self.simulated
-        moves = [*after.over(before), self.bandwidth[1] / self.bandwidth[0]]
-        is_calm = all(abs(move - 1) <= MAX_MOVE for move in moves)
-        return is_calm and self.foreign_share <= QUIET_SHARE
+        before, after = self.bandwidth
+        return abs(after / before - 1) <= MAX_BANDWIDTH_MOVE and self.foreign_share <= QUIET_SHARE
 
     def __str__(self) -> str:
         before, after = (f"{value / 1e9:.1f}" for value in self.bandwidth)

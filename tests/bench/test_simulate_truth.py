@@ -11,12 +11,11 @@ from simulated_engines import requests_of
 from tiny_folder import make_tiny_folder
 
 REAL = Figures(100.0, 0.020, 0.004)
-SIMULATED = Figures(97.0, 0.021, 0.005), Figures(103.0, 0.023, 0.005)
+SIMULATED = Figures(90.0, 0.021, 0.005), Figures(110.0, 0.029, 0.005)
 
 
 def test_ratios_are_of_means_to_what_was_measured():
-    simulated = Figures(90.0, 0.021, 0.005), Figures(110.0, 0.029, 0.005)
-    ratios = Round(REAL, simulated, (30e9, 30e9), 0.0).ratios
+    ratios = Round(REAL, SIMULATED, (30e9, 30e9), 0.0).ratios
     assert ratios == pytest.approx((1.0, 1.25, 1.25))
 
 
@@ -33,14 +32,6 @@ def test_rounds_count_if_the_machine_was_steady_and_ours(bandwidth, foreign_shar
     found = Round(REAL, SIMULATED, bandwidth, foreign_share)
     assert found.is_steady == is_steady
     assert ("discarded" in str(found)) != is_steady
-
-
-@pytest.mark.parametrize(
-    "second",
-    [Figures(107.0, 0.021, 0.005), Figures(97.0, 0.0232, 0.005), Figures(97.0, 0.021, 0.0044)],
-)
-def test_rounds_do_not_count_if_the_profiles_foretell_different_things(second):
-    assert not Round(REAL, (SIMULATED[0], second), (30e9, 30e9), 0.0).is_steady
 
 
 def test_the_engine_serves_each_request_after_its_arrival(tmp_path):
