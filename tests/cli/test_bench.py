@@ -31,13 +31,16 @@ class CostClock:
     def __init__(self, work) -> None:
         self.now, self.work = 0.0, work
         self.is_idle = False
+        self.steps: list[list[tuple[int, int]] | None] = []  # their chunks; None: a pause
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
         self.is_idle = True
+        self.steps.append(None)
 
     def step(self, chunks) -> None:
         self.now += self.cost(chunks)
+        self.steps.append(chunks)
         if self.is_idle:
             self.now += self.IDLE_SECONDS * sum(num_tokens for _, num_tokens in chunks)
         self.is_idle = False
@@ -53,13 +56,16 @@ class CostClock:
         return seconds
 
 
-def make_config(folder) -> EngineConfig:
-    return EngineConfig.from_options({"model": str(folder), **OPTIONS})
+def make_config(folder, **options) -> EngineConfig:
+    return EngineConfig.from_options({"model": str(folder), **OPTIONS, **options})
 
 
 @pytest.fixture
 def profile(folder, monkeypatch):
-    config = make_config(folder)
+    return profile_by_clock(make_config(folder), monkeypatch)
+
+
+def profile_by_clock(config, monkeypatch):
     clock = CostClock(count_work_of(config))
     step = bench_profile.EngineCore.step
 
@@ -114,6 +120,31 @@ def test_the_simulation_reckons_what_steps_took(profile, chunks):
     cost = measured.cost(clock.work, 1)
     step = StepShape(chunks, len(chunks))
     assert cost.step_seconds(step) == pytest.approx(clock.cost(chunks), rel=0.02)
+
+
+def test_prompts_between_pauses_get_an_answer(profile):
+    """As those of requests do: processors that are hardly used sleep more deeply."""
+    steps = profile[1].steps
+    pauses = [i for i, step in enumerate(steps) if step is None]
+    for pause in pauses:
+        (prompt,), *answer = steps[pause + 1 : pause + 9]
+        assert (prompt[0], prompt[1]) in [(0, 16), (0, 48)]
+        assert answer == [[(prompt[1] + i, 1)] for i in range(7)]
+    assert len(pauses) == 10
+
+
+@pytest.mark.parametrize(("max_num_seqs", "num_requests"), [(2, 2), (4, 4), (16, 16), (32, 16)])
+def test_contexts_are_measured_with_many_requests(folder, monkeypatch, max_num_seqs, num_requests):
+    """As many as a busy engine has: up to 16."""
+    run_decode, calls = StepMeter._run_decode, []
+
+    def watched(meter, count, num_prompt):
+        calls.append((num_prompt, count))
+        return run_decode(meter, count, num_prompt)
+
+    monkeypatch.setattr(StepMeter, "_run_decode", watched)
+    measure_profile(make_config(folder, max_num_seqs=max_num_seqs), 1)
+    assert max(calls)[1] == num_requests  # of those with the longest prompt
 
 
 def test_a_second_meter_finds_the_same(folder, profile):
