@@ -64,6 +64,20 @@ KVLOOM_TEST(a_thread_that_has_no_core_is_not_waited_for) {
   CHECK(done == std::vector<int>(9, 3));
 }
 
+KVLOOM_TEST(a_thread_that_waits_for_another_may_do_something_meanwhile) {
+  ThreadTeam team(2);
+  std::atomic<int> num_started{0}, num_calls{0};
+  team.run([&](int thread) noexcept {
+    const auto run = [&](int64_t item) {
+      ++num_started;
+      while (num_started < 2) pause_cpu();  // each thread has its own item
+      while (item == 0 && num_calls < 3) pause_cpu();
+    };
+    team.for_each_item(thread, 2, run, [&] { ++num_calls; });
+  });
+  CHECK(num_calls >= 3);
+}
+
 KVLOOM_TEST(threads_that_come_late_find_their_place) {
   constexpr int kNumThreads = 3, kNumLoops = 2000, kNumItems = 4;
   ThreadTeam team(kNumThreads);

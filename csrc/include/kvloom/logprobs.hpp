@@ -66,7 +66,7 @@ inline void score_token(const float* logits, int32_t vocab_size, const ScoreRequ
                         const ScoreOutput& out, SampleScratch& scratch) {
   const int32_t num_top = std::min(request.num_top, vocab_size);
   const double peak = scan_maxima(logits, vocab_size, scratch);
-  const bool has_distribution = std::isfinite(peak) && !has_nan(logits, vocab_size);
+  const bool has_distribution = std::isfinite(peak);
   double log_sum = std::numeric_limits<double>::quiet_NaN();
   if (has_distribution) {
     log_sum = std::log(weigh_tokens(logits, vocab_size, Weighing(peak, 1.0), scratch));

@@ -14,6 +14,7 @@
 
 #include "kvloom/arena.hpp"
 #include "kvloom/far_reads.hpp"
+#include "kvloom/read_ahead.hpp"
 #include "kvloom/step.hpp"
 #include "kvloom/thread_team.hpp"
 
@@ -48,6 +49,9 @@ class Instruction {
   // What it reads from far away; null: nothing that earlier instructions could bring near.
   virtual const FarReads* far_reads() const { return nullptr; }
 
+  // The weights that it reads, if it reads all of them in order; or nothing.
+  virtual MemoryRange weights() const { return {}; }
+
   // How much it could bring near of what a later instruction reads, compared with others.
   virtual int64_t num_spare_fetches() const { return 0; }
   virtual void bring_near(const FarShare&) {}
@@ -59,6 +63,17 @@ class StepPlanner {
   virtual ~StepPlanner() = default;
   virtual void plan(const Step& step) = 0;
 };
+
+// For each instruction, the weights that are read next once it is done.
+inline std::vector<MemoryRange> find_next_weights(
+    const std::vector<std::unique_ptr<Instruction>>& instructions) {
+  std::vector<MemoryRange> found(instructions.size());
+  for (size_t i = instructions.size(); i-- > 1;) {
+    const MemoryRange own = instructions[i]->weights();
+    found[i - 1] = own.start == own.end ? found[i] : own;
+  }
+  return found;
+}
 
 class Program {
  public:
@@ -85,6 +100,7 @@ class Program {
     scratch_stride_ = static_cast<size_t>(round_up(num_bytes, kCacheLineBytes));
     scratch_ = std::make_unique<Region>(scratch_stride_ * team_.num_threads());
     num_items_.assign(instructions_.size(), 0);
+    next_weights_ = find_next_weights(instructions_);
     size_t first = 0;
     for (size_t i = 0; i < instructions_.size(); ++i) {
       if (instructions_[i]->far_reads() == nullptr) continue;
@@ -107,12 +123,15 @@ class Program {
     const size_t end = segment_ends_[static_cast<size_t>(segment)];
     team_.run([&](int thread) noexcept {
       const ThreadContext context{thread, scratch_->data() + scratch_stride_ * thread};
+      ReadAhead ahead(thread, team_.num_threads());
       for (size_t i = first; i < end; ++i) {
         if (num_items_[i] == 0) continue;
         Instruction& instruction = *instructions_[i];
-        team_.for_each_item(thread, num_items_[i], [&](int64_t item) {
+        ahead.turn_to(next_weights_[i]);
+        const auto run = [&](int64_t item) {
           instruction.run_item(static_cast<int>(item), context);
-        });
+        };
+        team_.for_each_item(thread, num_items_[i], run, [&] { ahead.bring_some(); });
       }
     });
   }
@@ -137,7 +156,8 @@ class Program {
   std::vector<std::unique_ptr<StepPlanner>> planners_;
   std::vector<std::unique_ptr<Instruction>> instructions_;
   std::vector<size_t> segment_ends_{0};
-  std::vector<int> num_items_;  // of the step, by instruction
+  std::vector<MemoryRange> next_weights_;  // by instruction
+  std::vector<int> num_items_;             // of the step, by instruction
   std::unique_ptr<Region> scratch_;
   size_t scratch_stride_ = 0;
 };

@@ -157,6 +157,12 @@ class GemmInstruction final : public Instruction {
     return gemm_scratch_bytes(gemm_.weight.format, gemm_.weight.num_inputs);
   }
 
+  MemoryRange weights() const override {
+    const int panels = num_panels(gemm_.weight.order, gemm_.weight.num_outputs);
+    return {reinterpret_cast<uintptr_t>(group_at(gemm_.weight, 0, 0)),
+            reinterpret_cast<uintptr_t>(group_at(gemm_.weight, panels, 0))};
+  }
+
   int64_t num_spare_fetches() const override {
     return num_panels(gemm_.weight.order, gemm_.weight.num_outputs);
   }

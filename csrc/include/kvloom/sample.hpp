@@ -52,8 +52,8 @@ int32_t choose_token(const T* logits, int32_t vocab_size, double peak, const Sam
 
 inline SampledToken sample_row(const float* logits, int32_t vocab_size, const SampleRow& row,
                                const SampleEdits& edits, SampleScratch& scratch) {
-  if (has_nan(logits, vocab_size)) return {SampleStatus::Nan, 0};
   double peak = scan_maxima(logits, vocab_size, scratch);
+  if (std::isnan(peak)) return {SampleStatus::Nan, 0};
   if (!std::isfinite(peak)) {
     return {peak > 0.0 ? SampleStatus::PlusInf : SampleStatus::OnlyMinusInf, 0};
   }

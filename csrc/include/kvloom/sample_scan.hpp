@@ -48,32 +48,33 @@ KVLOOM_INLINE double block_maximum(const double* values) {
   return maximum;
 }
 
-// Fills scratch.block_maxima and returns the row's largest logit.
+// Not 0 in some lane if there is a NaN among 64 values.
+KVLOOM_INLINE vi32 block_nans(const float* values) {
+  vi32 found = {};
+  for (int i = 0; i < kSampleBlock; i += kLanes) {
+    const vf32 next = load(values + i);
+    found |= next != next;
+  }
+  return found;
+}
+// The sampler's own numbers have none.
+KVLOOM_INLINE vi32 block_nans(const double*) { return broadcast(0); }
+
+// Fills scratch.block_maxima and returns the row's largest logit; NaN if one of them is.
 template <class T>
 double scan_maxima(const T* logits, int32_t vocab_size, SampleScratch& scratch) {
   const int32_t num_blocks = num_sample_blocks(vocab_size);
   T padding[kSampleBlock];
   double peak = kMinusInf;
+  vi32 nans = {};
   for (int32_t block = 0; block < num_blocks; ++block) {
     const T* values = sample_block(logits, vocab_size, block, padding);
     const double maximum = block_maximum(values);
     scratch.block_maxima[block] = maximum;
     peak = std::max(peak, maximum);
+    nans |= block_nans(values);
   }
-  return peak;
-}
-
-// Whether a row holds a NaN. Comparing pairs finds a NaN in either.
-inline bool has_nan(const float* logits, int32_t vocab_size) {
-  vi32 found = {};
-  int32_t i = 0;
-  for (; i + kLanes <= vocab_size; i += kLanes) {
-    const vf32 values = load(logits + i);
-    found |= values != values;
-  }
-  const vf32 rest = load_partial(logits + i, vocab_size - i);
-  found |= rest != rest;
-  return reduce_add(found) != 0;
+  return reduce_add(nans) == 0 ? peak : std::numeric_limits<double>::quiet_NaN();
 }
 
 // The lowest token whose logit is `peak`, the largest of the row.

@@ -43,9 +43,15 @@ class Gate {
   uint32_t epoch() const { return epoch_.load(std::memory_order_acquire); }
 
   void wait_past(uint32_t epoch, int num_spins) {
+    wait_past(epoch, num_spins, [] { pause_cpu(); });
+  }
+
+  // Calls meanwhile() between looks at the epoch.
+  template <class Meanwhile>
+  void wait_past(uint32_t epoch, int num_spins, Meanwhile&& meanwhile) {
     for (int i = 0; i < num_spins; ++i) {
       if (this->epoch() != epoch) return;
-      pause_cpu();
+      meanwhile();
     }
     // Sequentially consistent, as in open(): either we see the new epoch, or open() sees us asleep.
     num_asleep_.fetch_add(1);
@@ -131,8 +137,8 @@ class Crew {
     }
   }
 
-  template <class Function>
-  void for_each_item(int thread, int64_t num_items, Function&& function) {
+  template <class Function, class Meanwhile>
+  void for_each_item(int thread, int64_t num_items, Function&& function, Meanwhile&& meanwhile) {
     if (num_items == 0) return;
     const uint32_t loop = shares_[static_cast<size_t>(thread)].num_loops++;
     int64_t num_done = 0;
@@ -146,7 +152,7 @@ class Crew {
       num_done_.store(0, std::memory_order_relaxed);
       loops_.open();
     } else {
-      loops_.wait_past(loop, kNumSpins);
+      loops_.wait_past(loop, kNumSpins, meanwhile);
     }
   }
 
@@ -261,10 +267,15 @@ class ThreadTeam {
   // returns when all are done, be it that a thread has yet to come: it finds nothing left to do and
   // must not read what the items of later loops change. Each thread takes a run of neighbours in
   // order, so that what it reads can be brought near before it is there, and then what others have
-  // left of theirs. num_items / num_threads < 2^32.
+  // left of theirs. A thread that finds nothing left calls meanwhile() again and again until all
+  // are done: it must take no longer than pause_cpu() does. num_items / num_threads < 2^32.
+  template <class Function, class Meanwhile>
+  void for_each_item(int thread, int64_t num_items, Function&& function, Meanwhile&& meanwhile) {
+    crew().for_each_item(thread, num_items, function, meanwhile);
+  }
   template <class Function>
   void for_each_item(int thread, int64_t num_items, Function&& function) {
-    crew().for_each_item(thread, num_items, function);
+    for_each_item(thread, num_items, function, [] { pause_cpu(); });
   }
 
  private:
