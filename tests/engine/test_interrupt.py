@@ -37,19 +37,25 @@ def text_of(llm: LLM) -> str:
     return llm.generate(PROMPT, PARAMS)[0].outputs[0].text
 
 
-def once(llm: LLM, monkeypatch: pytest.MonkeyPatch, act: Callable[[], None], rank: int = 0) -> None:
-    """Let `act` happen within the next step of `rank`, before its forward pass."""
+def once(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, act: Callable[[], None], rank: int = 0
+) -> list[Any]:
+    """Let `act` happen within the next step of `rank`, before its forward pass.
+
+    Returns the list of what its steps are given, to which later steps add.
+    """
     worker = llm._core.executor._workers[rank]
     real = worker.execute_model
-    state = {"left": 1}
+    steps: list[Any] = []
 
     def execute_model(output: Any) -> Any:
-        if state["left"]:
-            state["left"] = 0
+        steps.append(output)
+        if len(steps) == 1:
             act()
         return real(output)
 
     monkeypatch.setattr(worker, "execute_model", execute_model)
+    return steps
 
 
 def fail() -> None:
@@ -85,9 +91,10 @@ def test_other_streams_end_with_an_error(llm: LLM, monkeypatch: pytest.MonkeyPat
 def test_ctrl_c_waits_for_the_end_of_the_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = llm.stream("another", PARAMS)
     pieces = [next(stream).text]
-    once(llm, monkeypatch, lambda: signal.raise_signal(signal.SIGINT))
+    steps = once(llm, monkeypatch, lambda: signal.raise_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPT, PARAMS)
+    assert len(steps) <= 2  # the one at work, and one that was scheduled beside it
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     pieces += [delta.text for delta in stream]
     assert "".join(pieces) == llm.generate("another", PARAMS)[0].outputs[0].text

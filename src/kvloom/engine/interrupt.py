@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 
 @contextmanager
-def deferred_interrupt() -> Iterator[None]:
+def deferred_interrupt() -> Iterator[Callable[[], None]]:
     """Hold Ctrl-C back until the block has ended; a second one goes through at once.
 
     A step that is cut short leaves blocks whose content nobody knows. Only Python's own handler is
-    replaced, and only in the main thread, where signals arrive.
+    replaced, and only in the main thread, where signals arrive. A block of many steps calls the
+    function it is given between them: that raises what is held back.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
+        yield lambda: None
         return
     is_pending = False
+
+    def raise_pending() -> None:
+        nonlocal is_pending
+        if is_pending:
+            is_pending = False
+            raise KeyboardInterrupt
 
     def remember(_signum: int, _frame: FrameType | None) -> None:
         nonlocal is_pending
@@ -30,8 +37,7 @@ def deferred_interrupt() -> Iterator[None]:
 
     signal.signal(signal.SIGINT, remember)
     try:
-        yield
+        yield raise_pending
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if is_pending:
-        raise KeyboardInterrupt
+    raise_pending()

@@ -200,9 +200,10 @@ class LLM:
                 requests = self._make_requests(prompt, one, priority)
                 generations.append(Generation(self.tokenizer, prompt, requests))
                 self._submit(generations[-1], requests)
-            with progress_bar(len(generations), show) as update:
+            with progress_bar(len(generations), show) as update, deferred_interrupt() as check:
                 while not all(g.output.is_finished for g in generations):
                     self._step()
+                    check()
                     update(generations)
         finally:
             self._release(generations)
@@ -220,7 +221,8 @@ class LLM:
                 elif generation.output.is_finished:
                     return
                 else:
-                    self._step()
+                    with deferred_interrupt():
+                        self._step()
         finally:
             self._release([generation])
 
@@ -237,8 +239,8 @@ class LLM:
             self._core.add_requests(requests)
 
     def _step(self) -> None:
-        """Run one step and hand its events out; Ctrl-C waits until that is done."""
-        with self._lock, deferred_interrupt():
+        """Run one step and hand its events out. Ctrl-C must wait until that is done."""
+        with self._lock:
             for event in self._core.step():
                 generation = self._running.get(event.req_id)
                 if generation is None:
@@ -249,15 +251,14 @@ class LLM:
 
     def _step_beams(self, searches: Sequence[BeamSearch]) -> None:
         """Run one step, and let the beams branch that have had theirs before they get another."""
-        with self._lock:
+        with self._lock, deferred_interrupt():
             self._step()
-            with deferred_interrupt():
-                for search in searches:
-                    old_req_ids = search.req_ids
-                    if requests := search.branch(self._next_id):
-                        self._add_beams(search, requests)
-                    if requests or search.is_finished:
-                        self._drop_beams(old_req_ids)
+            for search in searches:
+                old_req_ids = search.req_ids
+                if requests := search.branch(self._next_id):
+                    self._add_beams(search, requests)
+                if requests or search.is_finished:
+                    self._drop_beams(old_req_ids)
 
     def _add_beams(self, search: BeamSearch, requests: list[Request]) -> None:
         with self._lock:

@@ -49,6 +49,7 @@ class NativeProgram:
         self._writers = tape.writers()
         self._values = {value.index: value for op in tape.operations for value in op.outputs}
         self._program: Any = None
+        self._logits: dict[int, Array] = {}  # views of the result, by their number of rows
         self._lowering: Any = None
         self._check_operations()
 
@@ -81,6 +82,7 @@ class NativeProgram:
             else:
                 lowering.add(operation)
         program.finish()
+        self._logits.clear()
         self._lowering, self._program = lowering, program
 
     def forward(self, batch: Batch) -> Array:
@@ -101,7 +103,10 @@ class NativeProgram:
             program.run_segment(segment)
             self._exchange(collective)
         program.run_segment(len(self._collectives))
-        return self._view(self._tape.result)
+        num_rows = len(batch.logits_rows)
+        if num_rows not in self._logits:
+            self._logits[num_rows] = self._view(self._tape.result)
+        return self._logits[num_rows]
 
     def _group_arrays(self, metadata: AttentionMetadata) -> Any:
         arrays = {

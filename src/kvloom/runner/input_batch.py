@@ -164,14 +164,18 @@ class InputBatch:
         known = [len(state.prompt_token_ids) + len(state.output_token_ids) for state in states]
         query_start = np.zeros(num_reqs + 1, np.int32)
         np.add.accumulate(counts, out=query_start[1:])
-        index = np.arange(num_reqs).repeat(counts)  # [num_tokens] the request of each token
         seq_lens = computed + counts
+        if len(token_ids) == num_reqs:  # one each: the same, in fewer calls
+            token_rows, positions = rows, computed.astype(np.int64)
+        else:
+            token_rows = rows.repeat(counts)
+            positions = (computed - query_start[:-1]).repeat(counts) + np.arange(len(token_ids))
         return StepInputs(
             states=states,
             rows=rows,
-            token_rows=rows[index],
+            token_rows=token_rows,
             token_ids=np.array(token_ids, np.int64),
-            positions=np.arange(len(token_ids)) + (computed - query_start[:-1])[index],
+            positions=positions,
             query_start=query_start,
             num_computed_tokens=computed,
             seq_lens=seq_lens,
@@ -188,7 +192,7 @@ class InputBatch:
         """int64 [num_tokens]: block_table[pos // block_size] x block_size + pos % block_size."""
         size = self.block_sizes[group]
         columns = inputs.positions // size
-        blocks = self.block_tables[group][inputs.token_rows, columns].astype(np.int64)
+        blocks = self.block_tables[group][inputs.token_rows, columns]
         assert np.count_nonzero(blocks) == len(blocks), "a scheduled token has no block"
         return (blocks - columns) * size + inputs.positions
 

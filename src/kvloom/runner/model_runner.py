@@ -7,6 +7,7 @@ Run:        execute_model (with _build_attention_metadata), then sample_tokens
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -231,10 +232,9 @@ class ModelRunner:
             return StepHandle()
         drafts = output.scheduled_spec_decode_tokens
         inputs = self._batch.prepare(output.num_scheduled_tokens, drafts)
-        sampled = np.flatnonzero(inputs.is_complete)
         prompts = _unscored_prompt_tokens(inputs)
-        last_tokens = inputs.query_start[1:][sampled] - 1
-        states = [inputs.states[i] for i in sampled]
+        last_tokens = inputs.query_start[1:][inputs.is_complete] - 1
+        states = list(itertools.compress(inputs.states, inputs.is_complete.tolist()))
         rows = with_drafts(last_tokens, states, drafts)
         if prompts:
             rows = np.concatenate([rows, *(p.tokens for p in prompts)])
