@@ -43,7 +43,6 @@ from peers_start import make_parser, prepare
 from kvloom.tokenizer import load_tokenizer
 from kvloom.weights.checkpoint import open_checkpoint
 
-DEFAULT_ENGINES = "kvloom-bf16,kvloom-q4,pace,openvino,openvino-bf16,vllm,llama"
 MAX_TRIES = 3
 WARM_UP = -1  # its round
 
@@ -205,7 +204,7 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = make_parser(__doc__, "build/peers", num_rounds=5)
     parser.add_argument("--model", choices=MODELS, default="smollm2", help="which of them")
-    parser.add_argument("--engines", default=DEFAULT_ENGINES, help="comma separated")
+    parser.add_argument("--engines", help="comma separated; all that the model has bars for")
     parser.add_argument("--cells", default="", help="indices of cells, comma separated; all")
     parser.add_argument("--options", default="{}", help="of kvloom's LLM, as JSON")
     parser.add_argument("--report", type=Path, help="samples of an earlier run: print, run nothing")
@@ -222,7 +221,7 @@ def main() -> None:
         samples = [Sample(**fields) for fields in json.loads(arguments.report.read_text())]
         print_report(samples, places, options, probe)
         return
-    names = arguments.engines.split(",")
+    names = arguments.engines.split(",") if arguments.engines else places.model.engines
     cells = [CELLS[int(i)] for i in arguments.cells.split(",") if i] or CELLS
     tokenizer = load_tokenizer(open_checkpoint(places.gguf))
     prompts = PromptMaker(tokenizer)

@@ -79,6 +79,12 @@ class BenchModel:
     folder: str
     bars: tuple[Bar, ...]
 
+    @property
+    def engines(self) -> list[str]:
+        """Those the bars speak of: kvloom's first, then the peers."""
+        names = [bar.ours for bar in self.bars] + [name for bar in self.bars for name in bar.peers]
+        return list(dict.fromkeys(names))
+
 
 MODELS = {
     "smollm2": BenchModel("SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2-hf", SMOLLM2_BARS),
