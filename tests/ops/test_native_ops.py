@@ -11,8 +11,9 @@ import pytest
 
 from kvloom.ops.base import PositionScale, Rope
 from kvloom.ops.isa import built_isas, can_run
+from kvloom.runner.collectives import SingleRankCommunicator
 from native_runner import make_backend
-from op_models import make_step, run_native, run_reference
+from op_models import SIZES, OpModel, make_parameter, make_step, run_native, run_reference
 
 ISAS = [isa for isa in built_isas() if can_run(isa)]
 
@@ -209,3 +210,20 @@ def test_what_is_no_number_stays_none(name: str) -> None:
     expected = run_reference(inputs, weights, compute, batch)
     np.testing.assert_array_equal(np.isnan(result), np.isnan(expected))
     assert np.isnan(result[2]).any()
+
+
+def test_a_program_that_is_bound_again_computes_with_what_is_there_then() -> None:
+    backend, batch = make_backend(), make_step(4)
+    x = np.arange(4 * 32, dtype=np.float32).reshape(4, 32)
+    model = OpModel(
+        {"x": x},
+        {"w": make_parameter("w", np.empty((5, 32), np.float32))},
+        lambda ops, values, _: ops.linear(values["x"], values["w"]),
+    )
+    program = backend.compile(model, SingleRankCommunicator(), SIZES)
+    model.tables["x"].value = backend.pack(model.tables["x"], x)
+    for factor in (1.0, 2.0):
+        weight = np.full((5, 32), factor, np.float32)
+        model.weights["w"].value = backend.pack(model.weights["w"], weight)
+        program.bind()
+        np.testing.assert_array_equal(program.forward(batch), x @ weight.T)

@@ -33,7 +33,7 @@ class ReadAhead {
     left_.end = std::min(end, left_.start + kMostBytes);
   }
 
-  // One look of a thread that waits: brings some lines near, and takes no longer than a pause.
+  // One look of a thread that waits: brings some lines near, and takes little longer than a pause.
   void bring_some() {
     for (int i = 0; i < kLinesPerLook && left_.start < left_.end; ++i) {
       prefetch_l2(reinterpret_cast<const void*>(left_.start));

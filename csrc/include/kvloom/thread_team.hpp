@@ -268,7 +268,7 @@ class ThreadTeam {
   // must not read what the items of later loops change. Each thread takes a run of neighbours in
   // order, so that what it reads can be brought near before it is there, and then what others have
   // left of theirs. A thread that finds nothing left calls meanwhile() again and again until all
-  // are done: it must take no longer than pause_cpu() does. num_items / num_threads < 2^32.
+  // are done: it should take little longer than pause_cpu(). num_items / num_threads < 2^32.
   template <class Function, class Meanwhile>
   void for_each_item(int thread, int64_t num_items, Function&& function, Meanwhile&& meanwhile) {
     crew().for_each_item(thread, num_items, function, meanwhile);

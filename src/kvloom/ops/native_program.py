@@ -49,7 +49,7 @@ class NativeProgram:
         self._writers = tape.writers()
         self._values = {value.index: value for op in tape.operations for value in op.outputs}
         self._program: Any = None
-        self._logits: dict[int, Array] = {}  # views of the result, by their number of rows
+        self._logits: dict[int, Array] = {}  # views of its result, by their number of rows
         self._lowering: Any = None
         self._check_operations()
 
@@ -82,8 +82,7 @@ class NativeProgram:
             else:
                 lowering.add(operation)
         program.finish()
-        self._logits.clear()
-        self._lowering, self._program = lowering, program
+        self._lowering, self._program, self._logits = lowering, program, {}
 
     def forward(self, batch: Batch) -> Array:
         """Logits [num_rows, vocab_size]: a view of native memory, valid until the next step."""
