@@ -5,6 +5,7 @@
 // Nothing is read of blocks left of what the item's first row sees.
 #pragma once
 
+#include "kvloom/attention_scores.hpp"
 #include "kvloom/attention_split.hpp"
 #include "kvloom/softmax_state.hpp"
 
@@ -142,10 +143,13 @@ class AttentionRun {
       seen.first -= split * kSplitKeys;
       seen.end -= split * kSplitKeys;
       float* scores = scratch_.scores + r * kSplitKeys;
-      uint16_t* rounded = reinterpret_cast<uint16_t*>(scratch_.weights) + r * kSplitKeys;
-      states.max[r] = mask_scores(scores, range, seen, args_.scoring.soft_cap);
-      states.sum[r] = weigh_scores<Kernel::kHasBf16Weights>(scores, range, states.max[r], rounded);
+      const float soft_cap = args_.scoring.soft_cap;
+      if (soft_cap > 0.0f) cap_scores(scores, range, soft_cap);
+      states.max[r] = mask_scores(scores, range, seen);
     }
+    const WeightRows rows = {scratch_.scores, reinterpret_cast<uint16_t*>(scratch_.weights),
+                             states.max, states.sum};
+    weigh_scores<Kernel::kHasBf16Weights>(rows, tile_of_rows.num_rows, range);
     Kernel::weigh(tile_of_rows, view, states.values);
   }
 

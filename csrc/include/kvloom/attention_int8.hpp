@@ -54,7 +54,7 @@ inline void fetch_scales(const SplitView& split,
   const size_t end = first / kInt8Group * (kInt8Group + sizeof(uint16_t));
   for (int s = split.first; s < split.end; ++s) {
     for (size_t at = first; at < end; at += kCacheLineBytes) {
-      prefetch_l2(numbers[static_cast<size_t>(s)] + at);
+      prefetch_l1(numbers[static_cast<size_t>(s)] + at);
     }
   }
 }
@@ -96,7 +96,7 @@ __attribute__((noinline)) void score_int8_vectors(const Int8ScoreArgs& args, int
 #pragma GCC unroll 16
       for (int v = 0; v < V; ++v) {
         k[v] = load_i32(keys[v]);
-        prefetch_l2(ahead[v]);
+        prefetch_l1(ahead[v]);
         keys[v] += kUnitRowBytes;
         ahead[v] += kUnitRowBytes;
       }
@@ -221,7 +221,7 @@ __attribute__((noinline)) void weigh_int8_vectors(const Int8WeighArgs& args, int
 #pragma GCC unroll 16
       for (int v = 0; v < V; ++v) {
         x[v] = load_i32(values + v * kLanes * 4);
-        prefetch_l2(ahead + v * kLanes * 4);
+        prefetch_l1(ahead + v * kLanes * 4);
       }
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {

@@ -1,12 +1,9 @@
-// One split of an item's keys: where they lie, and what a row makes of its scores.
+// One split of an item's keys: where they lie.
 #pragma once
-
-#include <limits>
 
 #include "kvloom/attention_formats.hpp"
 #include "kvloom/attention_latent.hpp"
 #include "kvloom/attention_plan.hpp"
-#include "kvloom/tanh.hpp"
 
 namespace kvloom {
 
@@ -121,49 +118,6 @@ SplitView view_split(const AttentionArgs& args, const AttentionItem& item, int s
     view.values[last] = scratch.tail;
   }
   return view;
-}
-
-// ---- Scores of a row ----
-
-constexpr float kUnseen = -std::numeric_limits<float>::infinity();
-
-// Overwrites the scores of unseen keys; returns the greatest score, kUnseen if no key is seen.
-// Scores are those of keys [range.first, range.end) of the split, of which a row sees `seen`.
-inline float mask_scores(float* scores, KeyRange range, KeyRange seen, float soft_cap) {
-  const vf32 cap = broadcast(soft_cap);
-  vf32 greatest = broadcast(kUnseen);
-  for (int i = range.first; i < range.end; i += kLanes) {
-    vf32 x = load(scores + i);
-    if (soft_cap > 0.0f) x = cap * tanh(x / cap);
-    if (i < seen.first || i + kLanes > seen.end) {
-      const vi32 is_seen = first_lanes(seen.end - i) & ~first_lanes(seen.first - i);
-      x = is_seen ? x : broadcast(kUnseen);
-      store(scores + i, x);
-    } else if (soft_cap > 0.0f) {
-      store(scores + i, x);
-    }
-    greatest = vmax(greatest, x);
-  }
-  return reduce_max(greatest);
-}
-
-// Turns the scores of a row into weights 2^(score - max), 0 for unseen keys. Writes them over the
-// scores, or as bf16 to `rounded`. Returns their sum.
-template <bool kIsBf16>
-float weigh_scores(float* scores, KeyRange range, float max, uint16_t* rounded) {
-  const vf32 base = broadcast(max == kUnseen ? 0.0f : max);
-  vf32 total = {};
-  for (int i = range.first; i < range.end; i += kLanes) {
-    const vf32 x = load(scores + i) - base;
-    const vf32 weight = kIsBf16 ? rough_exp2(x) : exp2(x);
-    total = total + weight;
-    if (kIsBf16) {
-      store_bf16(rounded + i, weight);
-    } else {
-      store(scores + i, weight);
-    }
-  }
-  return reduce_add(total);
 }
 
 }  // namespace kvloom

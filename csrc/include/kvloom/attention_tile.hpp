@@ -106,7 +106,7 @@ __attribute__((noinline)) void score_vectors(const ScoreArgs& args, int first_ve
 #pragma GCC unroll 16
     for (int v = 0; v < V; ++v) {
       k[v] = load_i32(keys[v] + at);
-      prefetch_l2(ahead[v] + at);
+      prefetch_l1(ahead[v] + at);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
@@ -162,7 +162,7 @@ __attribute__((noinline)) void weigh_vectors(const WeighArgs& args, int first) {
       for (int v = 0; v < V; ++v) {
         x[v] = load_i32(values + v * kLanes * 4);
         if (v * kLanes * 4 % static_cast<int>(kCacheLineBytes) == 0) {
-          prefetch_l2(ahead + v * kLanes * 4);
+          prefetch_l1(ahead + v * kLanes * 4);
         }
       }
 #pragma GCC unroll 16

@@ -126,7 +126,7 @@ inline GemmRange item_range(const Gemm& gemm, const GemmPlan& plan, int item) {
 // thread takes items in order. With one or two rows the hardware's own prefetching does most of it;
 // more arithmetic per byte leaves that behind.
 inline Stream next_weights(const Gemm& gemm, const GemmRange& range, int panel, int tile) {
-  constexpr size_t kFewRowsAhead = 2048, kManyRowsAhead = 8192;
+  constexpr size_t kFewRowsAhead = 4096, kManyRowsAhead = 8192;
   const size_t bytes = panel_bytes(gemm.weight.format, gemm.weight.num_inputs);
   const size_t tiles = static_cast<size_t>(range.end_tile - range.first_tile);
   const size_t index = static_cast<size_t>(tile - range.first_tile);

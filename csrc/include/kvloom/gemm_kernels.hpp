@@ -135,6 +135,12 @@ constexpr int32_t kSumsStartBits = 0x4b400000;
 
 KVLOOM_INLINE vf32 finished_sum(vi32 sum) { return as_f32(sum) - broadcast(kSumsStart); }
 
+// d * finished_sum(sum) with start = -d * kSumsStart: the same bits, since that product is exact. d
+// has the 11 digits of its f16, and kSumsStart two.
+KVLOOM_INLINE vf32 scaled_sum(vi32 sum, vf32 d, vf32 start) {
+  return kHasFma ? fma(d, as_f32(sum), start) : d * finished_sum(sum);
+}
+
 template <int kRows, int kVectors>
 KVLOOM_INLINE void start_sums(vi32 (&sums)[kRows][kVectors]) {
   KVLOOM_UNROLL
@@ -148,7 +154,8 @@ KVLOOM_INLINE vf32 load_scales(const uint8_t* f16) {
   return load_f16(reinterpret_cast<const uint16_t*>(f16));
 }
 
-// The integer sums of a Q4 group: two codes to a byte.
+// The integer sums of a Q4 group: two codes to a byte. Of all rows the low ones first: two products
+// of one sum would wait for each other.
 template <int kRows, int kVectors>
 KVLOOM_INLINE void add_nibble_dots(const uint8_t* w, const uint8_t* x,
                                    vi32 (&dots)[kRows][kVectors], Lookahead& ahead) {
@@ -164,13 +171,15 @@ KVLOOM_INLINE void add_nibble_dots(const uint8_t* w, const uint8_t* x,
     }
     KVLOOM_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      const vi32 first = broadcast_i32(x + 4 * (quad * kRows + r));
-      const vi32 second = broadcast_i32(x + 4 * ((quad + kQuadsPerGroup / 2) * kRows + r));
+      const vi32 values = broadcast_i32(x + 4 * (quad * kRows + r));
       KVLOOM_UNROLL
-      for (int v = 0; v < kVectors; ++v) {
-        dots[r][v] = dot_u7s8(dots[r][v], low[v], first);
-        dots[r][v] = dot_u7s8(dots[r][v], high[v], second);
-      }
+      for (int v = 0; v < kVectors; ++v) dots[r][v] = dot_u7s8(dots[r][v], low[v], values);
+    }
+    KVLOOM_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      const vi32 values = broadcast_i32(x + 4 * ((quad + kQuadsPerGroup / 2) * kRows + r));
+      KVLOOM_UNROLL
+      for (int v = 0; v < kVectors; ++v) dots[r][v] = dot_u7s8(dots[r][v], high[v], values);
     }
   }
 }
@@ -253,10 +262,11 @@ struct Q4Kernel {
       add_nibble_dots<kRows, kVectors>(w, x, dots, ahead);
       ahead.advance<kVectors>();
       const uint8_t* scales_x = x + kGroupInputs * kRows;
-      vf32 d[kVectors], m[kVectors];
+      vf32 d[kVectors], start[kVectors], m[kVectors];
       KVLOOM_UNROLL
       for (int v = 0; v < kVectors; ++v) {
         d[v] = load_scales(scales + 2 * v * kLanes);
+        start[v] = d[v] * broadcast(-kSumsStart);
         m[v] = load_scales(scales + kScaleBytes + 2 * v * kLanes) * broadcast(1.0f / 128.0f);
       }
       KVLOOM_UNROLL
@@ -265,7 +275,7 @@ struct Q4Kernel {
         const vf32 sum_x = as_f32(broadcast_i32(scales_x + 4 * (kRows + r)));
         KVLOOM_UNROLL
         for (int v = 0; v < kVectors; ++v) {
-          const vf32 part = fma(m[v], sum_x, d[v] * finished_sum(dots[r][v]));
+          const vf32 part = fma(m[v], sum_x, scaled_sum(dots[r][v], d[v], start[v]));
           sums[r][v] = fma(part, scale_x, sums[r][v]);
         }
       }

@@ -32,7 +32,8 @@ namespace kvloom {
 // constexpr const char* kIsaName;      "avx512bf16", "avx512", "avx2" or "generic"
 // constexpr int kLanes;                16, 16, 8 or 4
 // constexpr int kNumRegisters;         vector registers: 32, 32, 16, and 16 (32 on aarch64)
-// vf32 fma(vf32 a, vf32 b, vf32 c)     a * b + c; one rounding where the machine has it
+// constexpr bool kHasFma;              whether fma() rounds once
+// vf32 fma(vf32 a, vf32 b, vf32 c)     a * b + c
 // vf32 vmax(vf32 a, vf32 b)            a > b ? a : b, so that vmax(limit, x) keeps a NaN of x
 // vf32 vmin(vf32 a, vf32 b)            a < b ? a : b
 // vi32 round_to_i32(vf32 x)            nearest even; |x| <= 2^22

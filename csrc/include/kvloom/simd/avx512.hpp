@@ -21,6 +21,7 @@ typedef float vf32 __attribute__((vector_size(64)));
 typedef int32_t vi32 __attribute__((vector_size(64)));
 typedef uint32_t vu32 __attribute__((vector_size(64)));
 
+constexpr bool kHasFma = true;
 KVLOOM_INLINE vf32 fma(vf32 a, vf32 b, vf32 c) { return _mm512_fmadd_ps(a, b, c); }
 KVLOOM_INLINE vf32 vmax(vf32 a, vf32 b) { return _mm512_max_ps(a, b); }
 KVLOOM_INLINE vf32 vmin(vf32 a, vf32 b) { return _mm512_min_ps(a, b); }

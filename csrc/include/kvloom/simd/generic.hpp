@@ -30,11 +30,13 @@ typedef int8_t vi8_quarter __attribute__((vector_size(4)));
 
 #if defined(__aarch64__)
 constexpr int kNumRegisters = 32;
+constexpr bool kHasFma = true;
 KVLOOM_INLINE vf32 fma(vf32 a, vf32 b, vf32 c) {
   return (vf32)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 }
 #else
 constexpr int kNumRegisters = 16;
+constexpr bool kHasFma = false;
 KVLOOM_INLINE vf32 fma(vf32 a, vf32 b, vf32 c) { return a * b + c; }
 #endif
 KVLOOM_INLINE vf32 vmax(vf32 a, vf32 b) { return a > b ? a : b; }
