@@ -2,6 +2,7 @@
 #include "kvloom/thread_team.hpp"
 
 #include <atomic>
+#include <thread>
 #include <vector>
 
 #include "check.hpp"
@@ -76,6 +77,26 @@ KVLOOM_TEST(a_thread_that_waits_for_another_may_do_something_meanwhile) {
     team.for_each_item(thread, 2, run, [&] { ++num_calls; });
   });
   CHECK(num_calls >= 3);
+}
+
+KVLOOM_TEST(the_thread_that_ends_a_loop_finishes_it_before_the_others_go_on) {
+  constexpr int kNumThreads = 3, kNumItems = 7;
+  ThreadTeam team(kNumThreads);
+  std::atomic<int> num_done{0}, num_finished{0}, num_wrong{0};
+  team.run([&](int thread) noexcept {
+    for (int loop = 1; loop <= 200; ++loop) {
+      team.for_each_item(
+          thread, kNumItems, [&](int64_t) { ++num_done; }, [] { pause_cpu(); },
+          [&] {
+            num_wrong += num_done != loop * kNumItems;
+            std::this_thread::yield();
+            num_wrong += ++num_finished != loop;
+          });
+      num_wrong += num_finished < loop;
+    }
+  });
+  CHECK(num_wrong == 0);
+  CHECK(num_finished == 200);
 }
 
 KVLOOM_TEST(threads_that_come_late_find_their_place) {

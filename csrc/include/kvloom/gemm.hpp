@@ -56,10 +56,10 @@ constexpr bool is_dequantised(const Gemm& gemm) {
   return is_quantised(gemm.weight.format) && gemm.rows.format == RowFormat::BF16;
 }
 
-// Bytes that the kernel reads of a panel.
-constexpr size_t read_panel_bytes(const Gemm& gemm) {
-  return panel_bytes(is_dequantised(gemm) ? Format::BF16 : gemm.weight.format,
-                     gemm.weight.num_inputs);
+// How often the kernel's lookahead moves on in a panel.
+constexpr size_t num_advances(const Gemm& gemm) {
+  const Format read = is_dequantised(gemm) ? Format::BF16 : gemm.weight.format;
+  return static_cast<size_t>(advances_per_group(read) * num_groups(gemm.weight.num_inputs));
 }
 
 // Bytes of scratch that one thread needs, 64-byte aligned, whatever the number of rows.
@@ -123,10 +123,9 @@ inline GemmRange item_range(const Gemm& gemm, const GemmPlan& plan, int item) {
 
 // The weights to bring near while `tile` of the block is multiplied with `panel`: a single tile
 // looks a little ahead of itself, several share the panel that is next, be it another item's: a
-// thread takes items in order. With one or two rows the hardware's own prefetching does most of it;
-// more arithmetic per byte leaves that behind.
+// thread takes items in order.
 inline Stream next_weights(const Gemm& gemm, const GemmRange& range, int panel, int tile) {
-  constexpr size_t kFewRowsAhead = 4096, kManyRowsAhead = 8192;
+  constexpr size_t kAhead = 8192;
   const size_t bytes = panel_bytes(gemm.weight.format, gemm.weight.num_inputs);
   const size_t tiles = static_cast<size_t>(range.end_tile - range.first_tile);
   const size_t index = static_cast<size_t>(tile - range.first_tile);
@@ -136,13 +135,13 @@ inline Stream next_weights(const Gemm& gemm, const GemmRange& range, int panel, 
   const bool is_alone = tiles == 1 && !is_dequantised(gemm);
   const size_t unit_bytes = bytes * static_cast<size_t>(unit_panels(gemm.epilogue.kind));
   // Of narrow strips the first leaves half of the panel's bytes for the second to ask for.
-  const size_t many_rows_ahead =
-      kManyRowsAhead + (gemm.rows.format == RowFormat::S8 ? bytes / 2 : 0);
-  const size_t alone_ahead = gemm.rows.num_rows <= 2 ? kFewRowsAhead : many_rows_ahead;
-  const size_t ahead = is_alone ? alone_ahead : unit_bytes + bytes * index / tiles;
+  const bool is_narrow = gemm.rows.format == RowFormat::S8 &&
+                         lines_per_step(gemm.rows.format, gemm.rows.num_rows) == 1;
+  const size_t ahead =
+      is_alone ? kAhead + (is_narrow ? bytes / 2 : 0) : unit_bytes + bytes * index / tiles;
   if (start + ahead + 2 * kCacheLineBytes >= end) return {start, 0};
   const size_t wanted_bytes = std::min(bytes / tiles, end - start - ahead);
-  return {start + ahead, 2 * kCacheLineBytes * wanted_bytes / read_panel_bytes(gemm)};
+  return {start + ahead, wanted_bytes / num_advances(gemm)};
 }
 
 // What to bring near while `tile` is multiplied with `panel`: weights, and a piece of `far` where
@@ -161,7 +160,7 @@ inline Lookahead look_ahead(const Gemm& gemm, const GemmRange& range, int panel,
   }
   const uintptr_t piece = far.take();
   if (piece == 0) return {weights, weights, tiles > 1};
-  const size_t step = 2 * kCacheLineBytes * far.reads->piece_bytes() / read_panel_bytes(gemm);
+  const size_t step = far.reads->piece_bytes() / num_advances(gemm);
   return {weights, {piece, step}, tiles > 1};
 }
 

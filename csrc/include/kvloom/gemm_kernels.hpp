@@ -20,8 +20,9 @@
 
 namespace kvloom {
 
-// Memory to bring near line by line: the one at `next`, which moves on by `step` bytes for each 128
-// bytes of the panel. Addresses as integers, since they need not be in any array.
+// Memory to bring near line by line: the one at `next`, which moves on by `step` bytes each time
+// that a strip of the panel's width asks. Addresses as integers, since they need not be in any
+// array.
 struct Stream {
   uintptr_t next = 0;
   uintptr_t step = 0;
@@ -36,7 +37,7 @@ struct Lookahead {
   // the memory and asks for as much as it gives, which is more than that cache can wait for.
   bool is_shared = false;
 
-  // For kVectors x kLanes outputs and 4 bytes of each.
+  // For kVectors x kLanes outputs.
   template <int kVectors>
   KVLOOM_INLINE void advance() {
     constexpr uintptr_t kStrips = kPanelOutputs / (kVectors * kLanes);
@@ -47,6 +48,21 @@ struct Lookahead {
     far.next += far.step / kStrips;
   }
 };
+
+// How often a strip asks in a group of a panel: for about every two lines of it.
+constexpr int advances_per_group(Format format) {
+  switch (format) {
+    case Format::F32:
+      return kGroupInputs;
+    case Format::BF16:
+      return kGroupInputs / 2;
+    case Format::Q8:
+      return kQuadsPerGroup + 1;
+    case Format::Q4:
+      return kQuadsPerGroup / 2 + 1;
+  }
+  return 1;
+}
 
 struct TileArgs {
   const uint8_t* rows = nullptr;   // the packed tile
@@ -222,6 +238,7 @@ struct Q8Kernel {
       vi32 dots[kRows][kVectors];
       start_sums<kRows, kVectors>(dots);
       add_byte_dots<kRows, kVectors>(w, x, dots, ahead);
+      ahead.advance<kVectors>();
       const uint8_t* scales_x = x + kGroupInputs * kRows;
       vf32 d[kVectors];
       KVLOOM_UNROLL

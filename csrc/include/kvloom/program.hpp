@@ -2,7 +2,8 @@
 //
 // All instructions of a segment run in one region of the thread team. An instruction has a number
 // of items in each step; threads take them from a counter, so that a busy core costs its share and
-// no more, and meet before the next instruction. A tape is cut into segments where ranks exchange
+// no more, and meet before the next instruction. One of a single item is done by whoever ends the
+// instruction before it, while the others wait. A tape is cut into segments where ranks exchange
 // values.
 #pragma once
 
@@ -124,14 +125,19 @@ class Program {
     team_.run([&](int thread) noexcept {
       const ThreadContext context{thread, scratch_->data() + scratch_stride_ * thread};
       ReadAhead ahead(thread, team_.num_threads());
-      for (size_t i = first; i < end; ++i) {
-        if (num_items_[i] == 0) continue;
-        Instruction& instruction = *instructions_[i];
-        ahead.turn_to(next_weights_[i]);
+      for (size_t i = first; i < end;) {
+        const size_t next = end_of_loop(i, end);
         const auto run = [&](int64_t item) {
-          instruction.run_item(static_cast<int>(item), context);
+          instructions_[i]->run_item(static_cast<int>(item), context);
         };
-        team_.for_each_item(thread, num_items_[i], run, [&] { ahead.bring_some(); });
+        const auto finish = [&] {
+          for (size_t one = i + 1; one < next; ++one) {
+            if (num_items_[one] > 0) instructions_[one]->run_item(0, context);
+          }
+        };
+        ahead.turn_to(next_weights_[next - 1]);
+        team_.for_each_item(thread, num_items_[i], run, [&] { ahead.bring_some(); }, finish);
+        i = next;
       }
     });
   }
@@ -140,6 +146,14 @@ class Program {
   const Arena& arena() const { return arena_; }
 
  private:
+  // Where the loop ends that begins with instruction i: those of a single item are part of it.
+  size_t end_of_loop(size_t i, size_t end) const {
+    if (num_items_[i] == 0) return i + 1;
+    for (++i; i < end && num_items_[i] <= 1; ++i) {
+    }
+    return i;
+  }
+
   // Instructions [first, end) bring it near together.
   void share_reads(const FarReads& reads, size_t first, size_t end) {
     FarShare share{&reads, team_.num_threads(), 0, 0, 0};

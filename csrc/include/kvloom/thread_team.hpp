@@ -137,8 +137,9 @@ class Crew {
     }
   }
 
-  template <class Function, class Meanwhile>
-  void for_each_item(int thread, int64_t num_items, Function&& function, Meanwhile&& meanwhile) {
+  template <class Function, class Meanwhile, class Finish>
+  void for_each_item(int thread, int64_t num_items, Function&& function, Meanwhile&& meanwhile,
+                     Finish&& finish) {
     if (num_items == 0) return;
     const uint32_t loop = shares_[static_cast<size_t>(thread)].num_loops++;
     int64_t num_done = 0;
@@ -150,6 +151,7 @@ class Crew {
     if (num_done != 0 &&
         num_done_.fetch_add(num_done, std::memory_order_acq_rel) + num_done == num_items) {
       num_done_.store(0, std::memory_order_relaxed);
+      finish();
       loops_.open();
     } else {
       loops_.wait_past(loop, kNumSpins, meanwhile);
@@ -268,10 +270,16 @@ class ThreadTeam {
   // must not read what the items of later loops change. Each thread takes a run of neighbours in
   // order, so that what it reads can be brought near before it is there, and then what others have
   // left of theirs. A thread that finds nothing left calls meanwhile() again and again until all
-  // are done: it should take little longer than pause_cpu(). num_items / num_threads < 2^32.
+  // are done: it should take little longer than pause_cpu(). The thread that does the last item, if
+  // there are any, calls finish() before the others go on. num_items / num_threads < 2^32.
+  template <class Function, class Meanwhile, class Finish>
+  void for_each_item(int thread, int64_t num_items, Function&& function, Meanwhile&& meanwhile,
+                     Finish&& finish) {
+    crew().for_each_item(thread, num_items, function, meanwhile, finish);
+  }
   template <class Function, class Meanwhile>
   void for_each_item(int thread, int64_t num_items, Function&& function, Meanwhile&& meanwhile) {
-    crew().for_each_item(thread, num_items, function, meanwhile);
+    for_each_item(thread, num_items, function, meanwhile, [] {});
   }
   template <class Function>
   void for_each_item(int thread, int64_t num_items, Function&& function) {
