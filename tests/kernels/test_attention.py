@@ -255,6 +255,16 @@ def test_a_request_with_nan_harms_itself_only(native: ModuleType, format: str) -
     assert np.array_equal(results[1], clean[1])
 
 
+@pytest.mark.parametrize("num_nans", [1, 4, 8, 16, 20, 40])
+def test_a_split_that_holds_nothing_but_nans_is_not_lost(native: ModuleType, num_nans: int) -> None:
+    shape = Shape("float32", 16, 1, 3, 32, 32)
+    rows = random_rows(shape, [256 + num_nans])
+    rows[0][256:, -2 * 32 :] = np.nan  # keys and values; the query of the last token is one of 0
+    rows[0][:, : -2 * 32] = 0
+    out = run(native, store(native, shape, rows), {0: (255 + num_nans, 256 + num_nans)})[0]
+    assert np.isnan(out).all()
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_request_without_tokens_in_the_step_is_passed_over(
     native: ModuleType, format: str

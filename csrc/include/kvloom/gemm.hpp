@@ -56,10 +56,11 @@ constexpr bool is_dequantised(const Gemm& gemm) {
   return is_quantised(gemm.weight.format) && gemm.rows.format == RowFormat::BF16;
 }
 
-// How often the kernel's lookahead moves on in a panel.
-constexpr size_t num_advances(const Gemm& gemm) {
+// `bytes` from `start` on, to be brought near while the kernel reads a panel.
+inline Stream stream_of(const Gemm& gemm, uintptr_t start, size_t bytes) {
   const Format read = is_dequantised(gemm) ? Format::BF16 : gemm.weight.format;
-  return static_cast<size_t>(advances_per_group(read) * num_groups(gemm.weight.num_inputs));
+  const int num_advances = advances_per_group(read) * num_groups(gemm.weight.num_inputs);
+  return {start, static_cast<uintptr_t>(cdiv(static_cast<int64_t>(bytes), num_advances))};
 }
 
 // Bytes of scratch that one thread needs, 64-byte aligned, whatever the number of rows.
@@ -140,8 +141,7 @@ inline Stream next_weights(const Gemm& gemm, const GemmRange& range, int panel, 
   const size_t ahead =
       is_alone ? kAhead + (is_narrow ? bytes / 2 : 0) : unit_bytes + bytes * index / tiles;
   if (start + ahead + 2 * kCacheLineBytes >= end) return {start, 0};
-  const size_t wanted_bytes = std::min(bytes / tiles, end - start - ahead);
-  return {start + ahead, wanted_bytes / num_advances(gemm)};
+  return stream_of(gemm, start + ahead, std::min(bytes / tiles, end - start - ahead));
 }
 
 // What to bring near while `tile` is multiplied with `panel`: weights, and a piece of `far` where
@@ -160,8 +160,7 @@ inline Lookahead look_ahead(const Gemm& gemm, const GemmRange& range, int panel,
   }
   const uintptr_t piece = far.take();
   if (piece == 0) return {weights, weights, tiles > 1};
-  const size_t step = far.reads->piece_bytes() / num_advances(gemm);
-  return {weights, {piece, step}, tiles > 1};
+  return {weights, stream_of(gemm, piece, far.reads->piece_bytes()), tiles > 1};
 }
 
 // The panels of a unit as the kernel reads them: where they are stored, or dequantised in scratch.

@@ -151,8 +151,8 @@ constexpr int32_t kSumsStartBits = 0x4b400000;
 
 KVLOOM_INLINE vf32 finished_sum(vi32 sum) { return as_f32(sum) - broadcast(kSumsStart); }
 
-// d * finished_sum(sum) with start = -d * kSumsStart: the same bits, since that product is exact. d
-// has the 11 digits of its f16, and kSumsStart two.
+// d * finished_sum(sum) with start = -d * kSumsStart: the same bits of a finite d, since that
+// product is exact. d has the 11 digits of its f16, and kSumsStart two.
 KVLOOM_INLINE vf32 scaled_sum(vi32 sum, vf32 d, vf32 start) {
   return kHasFma ? fma(d, as_f32(sum), start) : d * finished_sum(sum);
 }

@@ -2,9 +2,9 @@
 //
 // All instructions of a segment run in one region of the thread team. An instruction has a number
 // of items in each step; threads take them from a counter, so that a busy core costs its share and
-// no more, and meet before the next instruction. One of a single item is done by whoever ends the
-// instruction before it, while the others wait. A tape is cut into segments where ranks exchange
-// values.
+// no more, and meet before the next instruction. A short one of a single item is done by whoever
+// ends the instruction before it, while the others wait. A tape is cut into segments where ranks
+// exchange values.
 #pragma once
 
 #include <algorithm>
@@ -102,6 +102,10 @@ class Program {
     scratch_ = std::make_unique<Region>(scratch_stride_ * team_.num_threads());
     num_items_.assign(instructions_.size(), 0);
     next_weights_ = find_next_weights(instructions_);
+    for (const auto& instruction : instructions_) {
+      const MemoryRange range = instruction->weights();
+      reads_weights_.push_back(range.start != range.end);
+    }
     size_t first = 0;
     for (size_t i = 0; i < instructions_.size(); ++i) {
       if (instructions_[i]->far_reads() == nullptr) continue;
@@ -146,10 +150,11 @@ class Program {
   const Arena& arena() const { return arena_; }
 
  private:
-  // Where the loop ends that begins with instruction i: those of a single item are part of it.
+  // Where the loop ends that begins with instruction i: those of a single item, which takes about a
+  // microsecond where no weights are read, are part of it.
   size_t end_of_loop(size_t i, size_t end) const {
     if (num_items_[i] == 0) return i + 1;
-    for (++i; i < end && num_items_[i] <= 1; ++i) {
+    for (++i; i < end && num_items_[i] <= (reads_weights_[i] ? 0 : 1); ++i) {
     }
     return i;
   }
@@ -171,6 +176,7 @@ class Program {
   std::vector<std::unique_ptr<Instruction>> instructions_;
   std::vector<size_t> segment_ends_{0};
   std::vector<MemoryRange> next_weights_;  // by instruction
+  std::vector<bool> reads_weights_;        // by instruction
   std::vector<int> num_items_;             // of the step, by instruction
   std::unique_ptr<Region> scratch_;
   size_t scratch_stride_ = 0;

@@ -51,10 +51,9 @@ KVLOOM_INLINE float exp2_of(float x) { return exp2(broadcast(x))[0]; }
 // total becomes total and part together. Exact if one of them has seen no key: so it does not
 // matter whether a split without visible keys is merged or skipped.
 inline void merge_states(const RowStates& total, const RowStates& part, int num_rows, int size) {
-  constexpr float kNothing = -std::numeric_limits<float>::infinity();
   for (int r = 0; r < num_rows; ++r) {
     const float max = total.max[r] > part.max[r] ? total.max[r] : part.max[r];
-    if (part.max[r] == kNothing) continue;
+    if (part.sum[r] == 0.0f) continue;  // a NaN goes on: a maximum may have lost it, a sum has not
     const float keep = exp2_of(total.max[r] - max), take = exp2_of(part.max[r] - max);
     total.max[r] = max;
     total.sum[r] = std::fma(part.sum[r], take, total.sum[r] * keep);

@@ -267,11 +267,12 @@ class ThreadTeam {
 
   // Inside a region: calls function(item) once for each item in [0, num_items), over all threads;
   // returns when all are done, be it that a thread has yet to come: it finds nothing left to do and
-  // must not read what the items of later loops change. Each thread takes a run of neighbours in
-  // order, so that what it reads can be brought near before it is there, and then what others have
-  // left of theirs. A thread that finds nothing left calls meanwhile() again and again until all
-  // are done: it should take little longer than pause_cpu(). The thread that does the last item, if
-  // there are any, calls finish() before the others go on. num_items / num_threads < 2^32.
+  // must not read what finish() or the items of later loops change. Each thread takes a run of
+  // neighbours in order, so that what it reads can be brought near before it is there, and then
+  // what others have left of theirs. A thread that finds nothing left calls meanwhile() again and
+  // again until all are done: it should take little longer than pause_cpu(). The thread that does
+  // the last item, if there are any, calls finish() before the others go on. num_items /
+  // num_threads < 2^32.
   template <class Function, class Meanwhile, class Finish>
   void for_each_item(int thread, int64_t num_items, Function&& function, Meanwhile&& meanwhile,
                      Finish&& finish) {
