@@ -21,11 +21,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import text_check
 from peers_cells import CELLS, MODELS, Cell
-from peers_engines import STATED_PEAKS, OpsPerSecond, Places, engine_commands, engine_formats
+from peers_engines import STATED_PEAKS, Places, engine_commands, engine_formats
 from peers_engines import read_model_size as read_size
 from peers_folder import folder_that_begins_as
 from peers_probe import Probe
@@ -79,11 +80,11 @@ class Bench:
 
     def _run(self, number: int, cell: Cell, engine: EngineProcess, seed: str) -> Sample:
         prompts = self.prompts.make(cell.num_requests, cell.num_prompt_tokens, seed)
-        before = self.probe.read_bytes_per_s()
+        before = self.probe.rates()
         busy, own = busy_seconds(), engine.cpu_seconds()
         answer = engine.run({"prompts": prompts, "num_output_tokens": cell.num_output_tokens})
         foreign = (busy_seconds() - busy) - (engine.cpu_seconds() - own) - TICK_SECONDS
-        after = self.probe.read_bytes_per_s()
+        after = self.probe.rates()
         check_counts(engine.name, cell, answer)
         seconds = answer["seconds"]
         return Sample(
@@ -91,7 +92,9 @@ class Bench:
             cell=cell.name,
             engine=engine.name,
             seconds=seconds,
-            read_bytes_per_s=(before + after) / 2,
+            read_bytes_per_s=(before.read_bytes_per_s + after.read_bytes_per_s) / 2,
+            bf16_flop_per_s=fmean(one.peaks.bf16_flop_per_s for one in (before, after)),
+            int8_op_per_s=fmean(one.peaks.int8_op_per_s for one in (before, after)),
             foreign_share=max(0.0, foreign) / (seconds * self.num_threads),
         )
 
@@ -184,20 +187,15 @@ def run_rounds(bench: Bench, num_rounds: int, path: Path) -> list[Sample]:
     return samples
 
 
-def print_report(samples: Sequence[Sample], places: Places, options: Any, probe: Probe) -> None:
+def print_report(samples: Sequence[Sample], places: Places, options: Any) -> None:
     """Tables with the limits at the stated peaks of arithmetic, and at those of this machine."""
-    peaks = probe.peaks()
-    here = OpsPerSecond(peaks.bf16_flop_per_s, peaks.int8_op_per_s)
-    size = read_size(places)
-    for title, one in (("stated", STATED_PEAKS), ("probed here", here)):
-        if not one.bf16 or not one.int8:
+    size, formats = read_size(places), engine_formats(places, options)
+    stated = f"{STATED_PEAKS.bf16 / 1e9:.0f} GFLOP/s bf16, {STATED_PEAKS.int8 / 1e9:.0f} GOP/s int8"
+    for title, peaks in ((f"{stated} (stated)", STATED_PEAKS), ("what was probed", None)):
+        if peaks is None and not all(s.bf16_flop_per_s and s.int8_op_per_s for s in samples):
             continue  # a processor without these instructions
-        formats = engine_formats(places, options, one)
-        print(
-            f"\n## Limits with {one.bf16 / 1e9:.0f} GFLOP/s bf16, "
-            f"{one.int8 / 1e9:.0f} GOP/s int8 ({title})\n"
-        )
-        print("\n".join(report(Results(samples, size, formats, places.model.bars))))
+        print(f"\n## Limits with {title}\n")
+        print("\n".join(report(Results(samples, size, formats, places.model.bars, peaks))))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -216,10 +214,9 @@ def main() -> None:
     arguments = parse_arguments()
     places = prepare(arguments, MODELS[arguments.model])
     options = json.loads(arguments.options)
-    probe = Probe(arguments.threads)
     if arguments.report:
         samples = [Sample(**fields) for fields in json.loads(arguments.report.read_text())]
-        print_report(samples, places, options, probe)
+        print_report(samples, places, options)
         return
     names = arguments.engines.split(",") if arguments.engines else places.model.engines
     cells = [CELLS[int(i)] for i in arguments.cells.split(",") if i] or CELLS
@@ -232,11 +229,11 @@ def main() -> None:
         print("\n".join(["## Text", "", *lines]), flush=True)
         if not arguments.rounds:
             return
-        bench = Bench(engines, cells, prompts, probe, arguments.threads)
+        bench = Bench(engines, cells, prompts, Probe(arguments.threads), arguments.threads)
         samples = run_rounds(bench, arguments.rounds, arguments.out / "samples.json")
     finally:
         close_engines(engines)
-    print_report(samples, places, options, probe)
+    print_report(samples, places, options)
 
 
 if __name__ == "__main__":

@@ -96,57 +96,92 @@ ENOUGH_OF_LIMIT = 0.9
 
 
 @dataclass(frozen=True, slots=True)
+class OpsPerSecond:
+    """Peaks of the machine's arithmetic."""
+
+    bf16: float
+    int8: float
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSize:
+    """Layers that see alike.
+
+    Attributes:
+        num_kv_values: keys and values of one token, over these layers.
+        num_products: multiplications per query and key, over these layers and all heads: the
+            score's and the weighted sum's.
+        window: tokens that a query sees, itself included; None: all.
+    """
+
+    num_kv_values: int
+    num_products: int
+    window: int | None = None
+
+    def num_seen(self, length: int) -> int:
+        """Keys that the last of `length` tokens sees."""
+        return length if self.window is None else min(length, self.window)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSize:
     """What a forward pass computes and reads, in values.
 
     Attributes:
         num_body_weights: of all layers.
         num_head_weights: of the matrix that makes logits.
-        num_kv_values: keys and values of one token, over all layers.
-        num_attention_products: multiplications per query and key, over all layers and heads: the
-            score's and the weighted sum's.
     """
 
     num_body_weights: int
     num_head_weights: int
-    num_kv_values: int
-    num_attention_products: int
+    attention: tuple[AttentionSize, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How an engine holds a model: bytes it must read, and the arithmetic it can use."""
+    """How an engine holds a model: bytes it must read, and the arithmetic it can use.
+
+    Attributes:
+        is_int8: whether weights are multiplied in 8 bits; attention is computed in bf16.
+    """
 
     body_bytes: float
     head_bytes: float
     kv_value_bytes: float
-    op_per_s: float
-    attention_op_per_s: float
+    is_int8: bool
 
 
-def limit_seconds(cell: Cell, size: ModelSize, form: Format, read_bytes_per_s: float) -> float:
+def limit_seconds(
+    cell: Cell, size: ModelSize, form: Format, read_bytes_per_s: float, peaks: OpsPerSecond
+) -> float:
     """The least time for a cell: each part at the speed of memory or of arithmetic.
 
     Weights and KV are read once per step, a prompt is one step, and only the rows that are sampled
     need the head. What else an engine does is counted as nothing.
     """
+    op_per_s = peaks.int8 if form.is_int8 else peaks.bf16
 
     def part(num_bytes: float, num_ops: float, op_per_s: float) -> float:
         return max(num_bytes / read_bytes_per_s, num_ops / op_per_s)
 
-    def step(num_tokens: int, num_kv_read: int, num_pairs: int) -> float:
-        """One forward pass: `num_kv_read` stored tokens, `num_pairs` of a query and a key."""
-        body = part(form.body_bytes, 2 * size.num_body_weights * num_tokens, form.op_per_s)
-        head = part(form.head_bytes, 2 * size.num_head_weights * cell.num_requests, form.op_per_s)
-        attention = part(
-            num_kv_read * size.num_kv_values * form.kv_value_bytes,
-            2 * size.num_attention_products * num_pairs,
-            form.attention_op_per_s,
-        )
-        return body + head + attention
+    def weights(num_tokens: int) -> float:
+        body = part(form.body_bytes, 2 * size.num_body_weights * num_tokens, op_per_s)
+        head = part(form.head_bytes, 2 * size.num_head_weights * cell.num_requests, op_per_s)
+        return body + head
 
-    n, prompt = cell.num_requests, cell.num_prompt_tokens
-    seconds = step(n * prompt, n * prompt, n * prompt * (prompt + 1) // 2)
-    for length in range(prompt + 1, prompt + cell.num_output_tokens):
-        seconds += step(n, n * length, n * length)
+    def attention(layers: AttentionSize, num_kv_read: int, num_pairs: int) -> float:
+        """Of stored tokens that each request reads, and of its pairs of a query and a key."""
+        num_bytes = num_kv_read * layers.num_kv_values * form.kv_value_bytes
+        num_ops = 2 * layers.num_products * num_pairs
+        return part(cell.num_requests * num_bytes, cell.num_requests * num_ops, peaks.bf16)
+
+    prompt = cell.num_prompt_tokens
+    last = prompt + cell.num_output_tokens - 1  # the last token is never read
+    seconds = weights(cell.num_requests * prompt) + (last - prompt) * weights(cell.num_requests)
+    for layers in size.attention:
+        num_pairs = sum(map(layers.num_seen, range(1, prompt + 1)))
+        seconds += attention(layers, prompt, num_pairs)
+        for length in range(prompt + 1, last + 1):
+            num_seen = layers.num_seen(length)
+            seconds += attention(layers, num_seen, num_seen)
     return seconds

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peers_cells import BenchModel, Format, ModelSize
+from peers_cells import AttentionSize, BenchModel, Format, ModelSize, OpsPerSecond
 from peers_process import EngineCommand
 
 from kvloom.weights.gguf_header import read_header
@@ -42,14 +43,6 @@ class Places:
     def python(self, peer: str) -> str:
         """Of a peer's environment."""
         return str(self.peers / peer / "bin" / "python")
-
-
-@dataclass(frozen=True, slots=True)
-class OpsPerSecond:
-    """Peaks of the machine's arithmetic."""
-
-    bf16: float
-    int8: float
 
 
 # Of the machine that the bars were measured on, with 2 threads.
@@ -97,41 +90,39 @@ def engine_commands(places: Places, options: Mapping[str, Any]) -> dict[str, Eng
 
 
 def read_model_size(places: Places) -> ModelSize:
-    """From the bf16 model's configuration, its head tied, as if no layer had a window."""
+    """From the bf16 model's configuration, its head tied."""
     config = json.loads((places.folder / "config.json").read_text())
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
     head_size = config["head_dim"]
     num_q, num_kv = (
         config[name] * head_size for name in ("num_attention_heads", "num_key_value_heads")
     )
-    attention = 2 * hidden * num_q + 2 * hidden * num_kv
+    projections = 2 * hidden * num_q + 2 * hidden * num_kv
+    kinds = Counter(config.get("layer_types") or ["full_attention"] * layers)
+    windows = {"full_attention": None, "sliding_attention": config.get("sliding_window")}
     return ModelSize(
-        num_body_weights=layers * (attention + 3 * hidden * config["intermediate_size"]),
+        num_body_weights=layers * (projections + 3 * hidden * config["intermediate_size"]),
         num_head_weights=hidden * config["vocab_size"],
-        num_kv_values=layers * 2 * num_kv,
-        num_attention_products=layers * 2 * num_q,
+        attention=tuple(
+            AttentionSize(count * 2 * num_kv, count * 2 * num_q, windows[kind])
+            for kind, count in kinds.items()
+        ),
     )
 
 
-def engine_formats(
-    places: Places, options: Mapping[str, Any], peaks: OpsPerSecond
-) -> dict[str, Format]:
+def engine_formats(places: Places, options: Mapping[str, Any]) -> dict[str, Format]:
     """What each engine's limit is made of."""
     size = read_model_size(places)
     in_bf16 = Format(
-        BF16_BYTES * size.num_body_weights,
-        BF16_BYTES * size.num_head_weights,
-        BF16_BYTES,
-        peaks.bf16,
-        peaks.bf16,
+        BF16_BYTES * size.num_body_weights, BF16_BYTES * size.num_head_weights, BF16_BYTES, False
     )
     tensors = read_header(places.gguf).tensors
     head = next(tensors[name] for name in HEAD_TENSORS if name in tensors)
     body_bytes = sum(t.num_bytes for name, t in tensors.items() if name not in HEAD_TENSORS)
 
     def quantised(kv_value_bytes: float) -> Format:
-        """As the file has it: 8-bit arithmetic for its weights, bf16 for attention."""
-        return Format(body_bytes, head.num_bytes, kv_value_bytes, peaks.int8, peaks.bf16)
+        """As the file has it."""
+        return Format(body_bytes, head.num_bytes, kv_value_bytes, is_int8=True)
 
     ours = INT8_BYTES if options.get("kv_cache_dtype") == "int8" else BF16_BYTES
     return {

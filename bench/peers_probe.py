@@ -11,7 +11,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).with_suffix(".c")
 READ_SECONDS = 0.3
-PEAK_SECONDS = 0.2
+PEAK_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,14 @@ class Peaks:
 
     bf16_flop_per_s: float
     int8_op_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """All of it: bytes read from memory, and the arithmetic's peaks."""
+
+    read_bytes_per_s: float
+    peaks: Peaks
 
 
 class Probe:
@@ -42,6 +50,10 @@ class Probe:
     def read_bytes_per_s(self) -> float:
         """What all threads read from memory together, each a run of its own."""
         return float(self._library.probe_read_bytes_per_s(self._num_threads, READ_SECONDS))
+
+    def rates(self) -> Rates:
+        """One after another."""
+        return Rates(self.read_bytes_per_s(), self.peaks())
 
     def peaks(self) -> Peaks:
         """Dot products that touch no memory."""

@@ -6,7 +6,16 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from peers_cells import CELLS, ENOUGH_OF_LIMIT, Bar, Cell, Format, ModelSize, limit_seconds
+from peers_cells import (
+    CELLS,
+    ENOUGH_OF_LIMIT,
+    Bar,
+    Cell,
+    Format,
+    ModelSize,
+    OpsPerSecond,
+    limit_seconds,
+)
 
 NONE = "-"
 QUIET_SHARE = 0.04  # of the processors: what others may use during a run
@@ -17,7 +26,7 @@ class Sample:
     """One timed batch.
 
     Attributes:
-        read_bytes_per_s: probed just before and after it, the mean.
+        read_bytes_per_s, bf16_flop_per_s, int8_op_per_s: probed just before and after it, the mean.
         foreign_share: of the processors, what processes other than the engine used meanwhile.
     """
 
@@ -26,17 +35,24 @@ class Sample:
     engine: str
     seconds: float
     read_bytes_per_s: float
+    bf16_flop_per_s: float
+    int8_op_per_s: float
     foreign_share: float
 
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """All samples of a run, and what is needed to set them beside the limits."""
+    """All samples of a run, and what is needed to set them beside the limits.
+
+    Attributes:
+        peaks: of the arithmetic; None: what was probed beside each sample.
+    """
 
     samples: Sequence[Sample]
     size: ModelSize
     formats: Mapping[str, Format]
     bars: Sequence[Bar] = ()
+    peaks: OpsPerSecond | None = None
 
     @property
     def engines(self) -> list[str]:
@@ -48,12 +64,13 @@ class Results:
         return {s.round: s for s in self.samples if s.cell == cell.name and s.engine == engine}
 
     def limit_share(self, cell: Cell, engine: str) -> float | None:
-        """The median over rounds of limit / time, each at its own bandwidth."""
-        samples = self.of(cell, engine).values()
-        shares = [
-            limit_seconds(cell, self.size, self.formats[engine], s.read_bytes_per_s) / s.seconds
-            for s in samples
-        ]
+        """The median over rounds of limit / time, each at its own bandwidth and peaks."""
+        form = self.formats[engine]
+        shares = []
+        for s in self.of(cell, engine).values():
+            peaks = self.peaks or OpsPerSecond(s.bf16_flop_per_s, s.int8_op_per_s)
+            limit = limit_seconds(cell, self.size, form, s.read_bytes_per_s, peaks)
+            shares.append(limit / s.seconds)
         return statistics.median(shares) if shares else None
 
 
@@ -130,9 +147,18 @@ def noise_lines(results: Results) -> list[str]:
     return [
         f"{num_rounds} rounds; bandwidth beside the runs {read[0]:.1f} to {read[-1]:.1f} GB/s, "
         f"median {statistics.median(read):.1f}",
+        _peak_line("bf16 GFLOP/s", [s.bf16_flop_per_s for s in results.samples]),
+        _peak_line("int8 GOP/s", [s.int8_op_per_s for s in results.samples]),
         f"{len(busy)} of {len(results.samples)} runs had other processes on more than "
         f"{QUIET_SHARE:.0%} of the processors",
     ]
+
+
+def _peak_line(unit: str, rates: Sequence[float]) -> str:
+    found = sorted(rate / 1e9 for rate in rates)
+    return f"{unit} beside the runs {found[0]:.0f} to {found[-1]:.0f}, median " + (
+        f"{statistics.median(found):.0f}"
+    )
 
 
 def report(results: Results) -> list[str]:
@@ -141,7 +167,7 @@ def report(results: Results) -> list[str]:
         *bars_table(results),
         "",
         "Tokens per second (of the output, or of the prompt where there is nothing else), seconds,",
-        "share of the limit: bytes at the bandwidth probed beside each run, arithmetic at its peak",
+        "share of the limit: bytes at the bandwidth probed beside each run, arithmetic at the peak",
         "",
         *rates_table(results),
         "",

@@ -88,6 +88,7 @@ class LogitsTap:
 
     def __init__(self, llm: LLM) -> None:
         self._executor: Any = llm._core.executor
+        self._backend = self._executor._workers[0]._backend
         self._execute = self._executor.execute_model
         self._executor.execute_model = self._execute_model
         self._rows: list[Array] = []
@@ -100,7 +101,7 @@ class LogitsTap:
     def _execute_model(self, output: Any) -> Any:
         handle = self._execute(output)
         if handle.prompts:
-            logits = np.asarray(handle.logits, np.float32)
+            logits = np.asarray(self._backend.to_host(handle.logits), np.float32)
             self._rows.append(logits[len(handle.sampled) :].copy())
         return handle
 

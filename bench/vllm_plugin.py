@@ -91,8 +91,9 @@ def main() -> None:
         samples = run_rounds(bench, arguments.rounds, arguments.out / "samples.json")
     finally:
         close_engines(engines)
-    formats = engine_formats(places, {}, STATED_PEAKS)
-    results = Results(samples, read_model_size(places), formats | {OURS: formats["kvloom-bf16"]})
+    formats = engine_formats(places, {})
+    formats[OURS] = formats["kvloom-bf16"]
+    results = Results(samples, read_model_size(places), formats, peaks=STATED_PEAKS)
     print("\n".join(["", *bar_lines(results), "", *rates_table(results), ""]))
     print("\n".join(noise_lines(results)))
 

@@ -95,9 +95,14 @@ class NativeRunner:
     def step(self, chunks: Sequence[Chunk]) -> list[np.ndarray]:
         """Logits [num_tokens, vocab_size] of each chunk's tokens."""
         batch = self.make_batch(chunks)
-        logits = np.array(self.executable.forward(batch))
+        logits = self.forward(batch).copy()
         ends = np.cumsum([len(chunk.token_ids) for chunk in chunks])
         return np.split(logits, ends[:-1])
+
+    def forward(self, batch: Batch) -> np.ndarray:
+        """Logits [num_rows, vocab_size]: a view, valid until the next step."""
+        logits: np.ndarray = self.backend.to_host(self.executable.forward(batch))
+        return logits
 
     def make_batch(self, chunks: Sequence[Chunk]) -> Batch:
         """The step over these chunks; blocks that no query sees are not in the tables."""

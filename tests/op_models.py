@@ -99,7 +99,7 @@ def run_native(
     for parameter, array in _filled(model, inputs, weights):
         parameter.value = backend.pack(parameter, array)
     program.bind()
-    return [np.array(program.forward(batch)) for batch in batches]
+    return [np.array(backend.to_host(program.forward(batch))) for batch in batches]
 
 
 def _filled(

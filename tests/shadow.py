@@ -105,12 +105,14 @@ class ShadowExecutable:
     model: ShadowModel
     counts: Counts
     activation_bytes: int = 0
+    takes_late_tokens: bool = False
     ids: dict[str, int] = field(default_factory=dict)
 
     def bind(self) -> None:
         self.ids = {spec.name: i + 1 for i, spec in enumerate(self.model.spec.layers)}
 
-    def forward(self, batch: Any) -> Any:
+    def forward(self, batch: Any, late_tokens: None = None) -> Any:
+        assert late_tokens is None
         self.counts.num_steps += 1
         # A layer that sees all comes first: it tells the others what they do not see.
         layers = sorted(
@@ -233,6 +235,8 @@ class ShadowWorker:
         self.get_kv_cache_spec = self.runner.get_kv_cache_spec
         self.execute_model = self.runner.execute_model
         self.sample_tokens = self.runner.sample_tokens
+        self.prepare_step = self.runner.prepare_step
+        self.start_sampling = self.runner.start_sampling
 
     def load_model(self) -> None:
         self.runner.profile_run(0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 
 from kvloom.config import EngineConfig
 from kvloom.engine.core import EngineCore
+from kvloom.ops.backend import LateTokens
 from kvloom.ops.base import AttentionMetadata, Batch
 from kvloom.ops.native import NativeBackend
 from kvloom.ops.reference import ReferenceBackend
@@ -76,20 +77,21 @@ class Watch:
 
 
 class WatchedExecutable:
-    def __init__(self, inner: Any, watch: Watch) -> None:
-        self._inner, self._watch = inner, watch
+    def __init__(self, inner: Any, watch: Watch, to_host: Callable[[Any], Any]) -> None:
+        self._inner, self._watch, self._to_host = inner, watch, to_host
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def forward(self, batch: Batch) -> Any:
+    def forward(self, batch: Batch, late_tokens: LateTokens | None = None) -> Any:
         self._watch.note(batch)
-        logits = self._inner.forward(batch)
+        logits = self._inner.forward(batch, late_tokens)
         if self._watch.poisons:
             real = batch.logits_rows < batch.attention[0].query_start[-1]
-            expected = np.asarray(logits)[real].copy()
-            again = self._inner.forward(poison_padding(batch, self._watch.rng))
-            np.testing.assert_array_equal(np.asarray(again)[real], expected)
+            expected = np.asarray(self._to_host(logits))[real].copy()
+            poisoned = poison_padding(batch, self._watch.rng)
+            again = self._inner.forward(poisoned, late_tokens)
+            np.testing.assert_array_equal(np.asarray(self._to_host(again))[real], expected)
         return logits
 
 
@@ -124,7 +126,10 @@ def watching(watch: Watch, backend: str) -> Iterator[None]:
     """Engines made meanwhile are watched; their KV memory, the null block too, begins as NaN."""
 
     def compile_watched(original: Any) -> Any:
-        return lambda *args: WatchedExecutable(original(*args), watch)
+        def compile_(backend: Any, *args: Any) -> Any:
+            return WatchedExecutable(original(backend, *args), watch, backend.to_host)
+
+        return compile_
 
     def allocate_nan(original: Any) -> Any:
         def allocate(self: Any, size_bytes: int) -> Any:

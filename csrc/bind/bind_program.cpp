@@ -132,6 +132,10 @@ void bind_attention_records(nb::module_& module) {
            nb::kw_only(), nb::arg("token_ids").noconvert(), nb::arg("positions").noconvert(),
            nb::arg("logits_rows").noconvert(), nb::arg("query_start").noconvert(),
            nb::arg("seq_lens").noconvert());
+  nb::class_<LateArrays>(module, "LateArrays")
+      .def(nb::init<StepArray<int64_t, 1>, StepArray<int64_t, 1>, StepArray<int32_t, 1>>(),
+           nb::kw_only(), nb::arg("places").noconvert(), nb::arg("rows").noconvert(),
+           nb::arg("sampled_ids").noconvert());
   nb::class_<GroupArrays>(module, "GroupArrays")
       .def(nb::init<StepArray<int32_t, 2>, StepArray<int64_t, 1>,
                     std::optional<StepArray<int32_t, 1>>>(),
@@ -176,6 +180,8 @@ void bind_program(nb::module_& module) {
       .def("finish", &Builder::finish)
       .def("begin", &Builder::begin, nb::arg("batch"), nb::arg("groups"))
       .def("run_segment", &Builder::run_segment, nb::arg("segment"))
+      .def("start", &Builder::start, nb::arg("batch"), nb::arg("groups"),
+           nb::arg("late").none() = nb::none())
       .def(
           "view",
           [](nb::handle self, const Operand& operand) {

@@ -38,16 +38,30 @@ void check_ids(const int32_t* ids, int64_t count, int32_t vocab_size) {
   check(are_right, "a token id is outside the vocabulary");
 }
 
-// The arrays that rows of a step point into; holds them while a step uses them.
+template <class T>
+std::vector<T> copy(const In<T, 1>& array) {
+  return {array.data(), array.data() + array.shape(0)};
+}
+
+// The arrays that rows of a step point into; copies of ids, so that they stay as they were checked.
 struct Edits {
-  In<int32_t, 1> history;
-  In<int32_t, 1> bias_ids;
-  In<double, 1> bias_values;
-  In<int32_t, 1> banned_ids;
+  Edits(const In<int32_t, 1>& history, const In<int32_t, 1>& bias_ids,
+        const In<double, 1>& bias_values, const In<int32_t, 1>& banned_ids,
+        std::optional<In<uint32_t, 2>> grammar)
+      : history(copy(history)),
+        bias_ids(copy(bias_ids)),
+        bias_values(copy(bias_values)),
+        banned_ids(copy(banned_ids)),
+        grammar(std::move(grammar)) {}
+
+  std::vector<int32_t> history, bias_ids;
+  std::vector<double> bias_values;
+  std::vector<int32_t> banned_ids;
   std::optional<In<uint32_t, 2>> grammar;
 
-  void check_span(const SampleSpan& span, const In<int32_t, 1>& ids, int32_t vocab_size) const {
-    const int64_t size = static_cast<int64_t>(ids.shape(0));
+  static void check_span(const SampleSpan& span, const std::vector<int32_t>& ids,
+                         int32_t vocab_size) {
+    const int64_t size = static_cast<int64_t>(ids.size());
     check(
         span.start >= 0 && span.count >= 0 && span.start <= size && span.count <= size - span.start,
         "a span is outside its array");
@@ -55,7 +69,7 @@ struct Edits {
   }
 
   void check_row(const SampleRow& row, int32_t vocab_size) const {
-    check(bias_ids.shape(0) == bias_values.shape(0), "bias_ids and bias_values differ in length");
+    check(bias_ids.size() == bias_values.size(), "bias_ids and bias_values differ in length");
     check_span(row.bias, bias_ids, vocab_size);
     check_span(row.banned, banned_ids, vocab_size);
     if (has_penalties(row)) {
@@ -63,7 +77,8 @@ struct Edits {
       check_span(row.output, history, vocab_size);
     }
     for (int64_t i = 0; i < row.bias.count; ++i) {
-      check(std::isfinite(bias_values.data()[row.bias.start + i]), "a bias is not finite");
+      check(std::isfinite(bias_values[static_cast<size_t>(row.bias.start + i)]),
+            "a bias is not finite");
     }
     const int64_t num_grammar_rows = grammar ? static_cast<int64_t>(grammar->shape(0)) : 0;
     check(row.grammar_row >= -1 && row.grammar_row < num_grammar_rows,
@@ -133,10 +148,13 @@ class TokenSampler {
   TokenSampler(ThreadTeam& team, int64_t vocab_size) : team_(team) {
     check(vocab_size > 0 && vocab_size <= kMaxVocabSize, "vocab_size must be within [1, 2**24]");
     vocab_size_ = static_cast<int32_t>(vocab_size);
-    for (int i = 0; i < team.num_threads(); ++i) {
+    for (int i = 0; i <= team.num_threads(); ++i) {
       scratch_.push_back(std::make_unique<SampleScratch>(vocab_size_));
     }
   }
+  ~TokenSampler() { team_.finish(); }
+  TokenSampler(const TokenSampler&) = delete;
+  TokenSampler& operator=(const TokenSampler&) = delete;
 
   size_t scratch_bytes() const { return scratch_.size() * SampleScratch::num_bytes(vocab_size_); }
 
@@ -144,30 +162,32 @@ class TokenSampler {
   void sample(const Logits& logits, const In<uint8_t, 2>& records, const Out<int32_t, 2>& chosen,
               const Edits& edits, const Scores& scores) {
     const std::vector<SampleRow> rows = copy_rows(records);
-    check_logits(logits, rows.size());
-    check(chosen.shape(0) == 2 && chosen.shape(1) == rows.size(), "chosen must be [2, num_rows]");
-    bool has_scores = false;
-    for (const SampleRow& row : rows) {
-      check_numbers(row);
-      edits.check_row(row, vocab_size_);
-      check(row.num_logprobs >= -1 &&
-                row.num_logprobs <= static_cast<int64_t>(scores.top_ids.shape(1)),
-            "num_logprobs is more than top_ids has room for");
-      has_scores |= row.num_logprobs >= 0;
-    }
-    if (has_scores) scores.check_shapes(rows.size());
-    SampleArgs args{};
-    args.logits = logits.data();
-    args.logits_stride = logits.stride(0);
-    args.vocab_size = vocab_size_;
-    args.num_rows = static_cast<int64_t>(rows.size());
-    args.rows = rows.data();
-    args.edits = edits.pointers();
-    args.token_ids = chosen.data();
-    args.statuses = chosen.data() + rows.size();
-    args.scores = scores.pointers();
+    const SampleArgs args = checked_args(logits, rows, chosen, edits, scores);
     run(sample_num_items(args),
         [&](int64_t item, SampleScratch& scratch) { sample_run_item(args, item, scratch); });
+  }
+
+  // sample(), behind what the team has begun: it may be called before the logits are there.
+  // Returns at once; finish() waits for it, and lets go of the arrays.
+  void start(const Logits& logits, const In<uint8_t, 2>& records, const Out<int32_t, 2>& chosen,
+             const Edits& edits, const Scores& scores) {
+    check(!started_, "finish what was started first");
+    auto next = std::make_unique<Started>(Started{this, logits, chosen, edits, scores});
+    next->rows = copy_rows(records);
+    next->args = checked_args(logits, next->rows, chosen, edits, scores);
+    started_ = std::move(next);
+    started_->ticket = team_.begin(*started_);
+  }
+
+  void finish() {
+    check(started_ != nullptr, "nothing was started");
+    const uint32_t ticket = started_->ticket;
+    {
+      nb::gil_scoped_release release;
+      team_.finish(ticket);
+    }
+    // Another thread may have done the same, and started the next.
+    if (started_ != nullptr && started_->ticket == ticket) started_.reset();
   }
 
   // Row i of logits scores token_ids[i], with its num_top[i] best tokens.
@@ -196,6 +216,51 @@ class TokenSampler {
   }
 
  private:
+  // A call that has not been finished; holds what it reads and writes.
+  struct Started {
+    void operator()(int thread) const noexcept {
+      owner->team_.for_each_item(thread, sample_num_items(args), [&](int64_t item) {
+        sample_run_item(args, item, *owner->scratch_[static_cast<size_t>(thread)]);
+      });
+    }
+    TokenSampler* owner;
+    Logits logits;
+    Out<int32_t, 2> chosen;
+    Edits edits;
+    Scores scores;
+    std::vector<SampleRow> rows = {};
+    SampleArgs args = {};
+    uint32_t ticket = 0;
+  };
+
+  SampleArgs checked_args(const Logits& logits, const std::vector<SampleRow>& rows,
+                          const Out<int32_t, 2>& chosen, const Edits& edits,
+                          const Scores& scores) const {
+    check_logits(logits, rows.size());
+    check(chosen.shape(0) == 2 && chosen.shape(1) == rows.size(), "chosen must be [2, num_rows]");
+    bool has_scores = false;
+    for (const SampleRow& row : rows) {
+      check_numbers(row);
+      edits.check_row(row, vocab_size_);
+      check(row.num_logprobs >= -1 &&
+                row.num_logprobs <= static_cast<int64_t>(scores.top_ids.shape(1)),
+            "num_logprobs is more than top_ids has room for");
+      has_scores |= row.num_logprobs >= 0;
+    }
+    if (has_scores) scores.check_shapes(rows.size());
+    SampleArgs args{};
+    args.logits = logits.data();
+    args.logits_stride = logits.stride(0);
+    args.vocab_size = vocab_size_;
+    args.num_rows = static_cast<int64_t>(rows.size());
+    args.rows = rows.data();
+    args.edits = edits.pointers();
+    args.token_ids = chosen.data();
+    args.statuses = chosen.data() + rows.size();
+    args.scores = scores.pointers();
+    return args;
+  }
+
   void check_logits(const Logits& logits, size_t num_rows) const {
     check(logits.shape(0) == num_rows && logits.shape(1) == static_cast<size_t>(vocab_size_),
           "logits must be [num_rows, vocab_size]");
@@ -208,7 +273,7 @@ class TokenSampler {
     nb::gil_scoped_release release;
     std::lock_guard<std::mutex> one_call_at_a_time(mutex_);  // the scratch is shared
     // Waking the other threads takes longer than one row.
-    if (num_items == 1) return function(0, *scratch_[0]);
+    if (num_items == 1) return function(0, *scratch_.back());
     team_.run([&](int thread) noexcept {
       team_.for_each_item(thread, num_items,
                           [&](int64_t item) { function(item, *scratch_[thread]); });
@@ -217,8 +282,9 @@ class TokenSampler {
 
   ThreadTeam& team_;
   int32_t vocab_size_;
-  std::vector<std::unique_ptr<SampleScratch>> scratch_;  // one per thread
+  std::vector<std::unique_ptr<SampleScratch>> scratch_;  // one per thread, and the caller's own
   std::mutex mutex_;
+  std::unique_ptr<Started> started_;
 };
 
 }  // namespace
@@ -229,8 +295,8 @@ void bind_sample(nb::module_& module) {
              "The random number within [0, 1) of a request's output token.");
   module.attr("sample_row_bytes") = sizeof(SampleRow);
   nb::class_<Edits>(module, "SampleEdits", "Arrays that the rows of a step point into.")
-      .def(nb::init<In<int32_t, 1>, In<int32_t, 1>, In<double, 1>, In<int32_t, 1>,
-                    std::optional<In<uint32_t, 2>>>(),
+      .def(nb::init<const In<int32_t, 1>&, const In<int32_t, 1>&, const In<double, 1>&,
+                    const In<int32_t, 1>&, std::optional<In<uint32_t, 2>>>(),
            nb::arg("history").noconvert(), nb::arg("bias_ids").noconvert(),
            nb::arg("bias_values").noconvert(), nb::arg("banned_ids").noconvert(),
            nb::arg("grammar").noconvert().none());
@@ -245,6 +311,10 @@ void bind_sample(nb::module_& module) {
       .def("sample", &TokenSampler::sample, nb::arg("logits").noconvert(),
            nb::arg("records").noconvert(), nb::arg("chosen").noconvert(), nb::arg("edits"),
            nb::arg("scores"))
+      .def("start", &TokenSampler::start, nb::arg("logits").noconvert(),
+           nb::arg("records").noconvert(), nb::arg("chosen").noconvert(), nb::arg("edits"),
+           nb::arg("scores"))
+      .def("finish", &TokenSampler::finish)
       .def("score", &TokenSampler::score, nb::arg("logits").noconvert(),
            nb::arg("token_ids").noconvert(), nb::arg("num_top").noconvert(), nb::arg("scores"));
 }

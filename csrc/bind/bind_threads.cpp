@@ -75,6 +75,10 @@ void bind_threads(nb::module_& module) {
           },
           nb::arg("num_threads"))
       .def_prop_ro("num_threads", &ThreadTeam::num_threads)
+      .def(
+          "finish", [](ThreadTeam& team) { team.finish(); },
+          nb::call_guard<nb::gil_scoped_release>(),
+          "Returns when all is done that programs and samplers have started.")
       .def("run_counting_regions", &run_counting_regions, nb::arg("num_regions"),
            nb::arg("num_items"));
 }

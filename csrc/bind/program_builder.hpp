@@ -46,6 +46,11 @@ class ProgramBuilder {
                                          StepCapacity{sizes.max_num_tokens, sizes.max_num_rows});
   }
 
+  // While the steps are still there that it may have to finish.
+  ~ProgramBuilder() { program_.reset(); }
+  ProgramBuilder(const ProgramBuilder&) = delete;
+  ProgramBuilder& operator=(const ProgramBuilder&) = delete;
+
   void embedding(const Weight& table, int64_t first_row, const Operand& out) {
     check_result(out);
     check(table.packed().num_inputs == out.width, "embedding: width is not the table's");
@@ -160,23 +165,20 @@ class ProgramBuilder {
     program_->finish();
     const StepLimits limits{sizes_.max_num_tokens, sizes_.max_num_rows, sizes_.max_num_requests,
                             max_position()};
-    step_ = std::make_unique<CheckedStep>(limits, groups_);
+    for (StartedStep& one : steps_) one.checked = std::make_unique<CheckedStep>(limits, groups_);
   }
 
   int begin(const BatchArrays& batch, const std::vector<GroupArrays>& groups) {
-    check(step_ != nullptr, "finish the program first");
-    check(!is_busy_, "another thread is running this program");
-    has_begun_ = false;
-    step_->set(batch, groups);
+    StartedStep& next = next_step();
+    next.checked->set(batch, groups);
     // With the interpreter's lock: a plan is short, and whoever took the lock meanwhile would keep
     // it longer.
-    program_->begin(step_->step());
-    has_begun_ = true;
-    return step_->step().num_rows;
+    program_->begin(next.checked->step());
+    return publish(next);
   }
 
   void run_segment(int segment) {
-    check(has_begun_, "begin a step first");
+    check(step_ != nullptr, "begin a step first");
     check(segment >= 0 && segment < program_->num_segments(), "there is no such segment");
     check(!is_busy_, "another thread is running this program");
     const Busy busy(is_busy_);
@@ -184,11 +186,21 @@ class ProgramBuilder {
     program_->run_segment(segment);
   }
 
+  // begin() and all segments, behind what the team has begun; returns at once. The team's finish()
+  // waits for it.
+  int start(const BatchArrays& batch, const std::vector<GroupArrays>& groups,
+            const std::optional<LateArrays>& late) {
+    StartedStep& next = next_step();
+    next.checked->set(batch, groups, late ? &*late : nullptr);
+    next.ticket = program_->start(next.checked->step(), next.run);
+    return publish(next);
+  }
+
   // The f32 rows of this step in a slot: valid until the next step begins.
   nb::ndarray<nb::numpy, float, nb::ndim<2>> view(const Operand& operand, nb::handle owner) {
-    check(has_begun_, "begin a step first");
+    check(step_ != nullptr, "begin a step first");
     check_result(operand);
-    const size_t num_rows = static_cast<size_t>(num_rows_of(step_->step(), operand.rows));
+    const size_t num_rows = static_cast<size_t>(num_rows_of(*step_, operand.rows));
     return {program_->arena().floats(operand.slot),
             {num_rows, static_cast<size_t>(operand.width)},
             owner};
@@ -200,7 +212,7 @@ class ProgramBuilder {
 
   template <class T, class... Arguments>
   void add(Arguments&&... arguments) {
-    check(step_ == nullptr, "the program is finished");
+    check(steps_[0].checked == nullptr, "the program is finished");
     program_->add(
         std::unique_ptr<Instruction>(std::make_unique<T>(std::forward<Arguments>(arguments)...)));
   }
@@ -248,6 +260,28 @@ class ProgramBuilder {
     bool& flag_;
   };
 
+  struct StartedStep {
+    std::unique_ptr<CheckedStep> checked;
+    Program::Run run;
+    uint32_t ticket = 0;
+  };
+
+  // Where the next step is put: the one before the last, which nobody may read any more.
+  StartedStep& next_step() {
+    StartedStep& next = steps_[num_steps_ % std::size(steps_)];
+    check(next.checked != nullptr, "finish the program first");
+    check(!is_busy_, "another thread is running this program");
+    step_ = nullptr;
+    program_->wait(next.ticket);
+    return next;
+  }
+
+  int publish(const StartedStep& next) {
+    ++num_steps_;
+    step_ = &next.checked->step();
+    return step_->num_rows;
+  }
+
   void check_product(const PackedWeight& weight, int x_slot, ProductResult& result,
                      const std::optional<FloatArray>& bias) const {
     const bool is_gated =
@@ -294,10 +328,11 @@ class ProgramBuilder {
   std::vector<GroupLimits> groups_;
   std::vector<const AttentionGroup*> attention_groups_;
   int num_positions_ = 1 << 28;  // that every table of positions has
-  bool has_begun_ = false;
-  bool is_busy_ = false;  // a thread is inside run_segment
+  bool is_busy_ = false;         // a thread is inside run_segment
   std::unique_ptr<Program> program_;
-  std::unique_ptr<CheckedStep> step_;
+  StartedStep steps_[2];        // the last one, and the one before it, which may still run
+  size_t num_steps_ = 0;        // begun
+  const Step* step_ = nullptr;  // the last one
 };
 
 }  // namespace kvloom

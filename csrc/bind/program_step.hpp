@@ -21,6 +21,13 @@ namespace nb = nanobind;
 template <class T, size_t N>
 using StepArray = nb::ndarray<const T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
 
+// Tokens of a batch that a sampler has yet to choose.
+struct LateArrays {
+  StepArray<int64_t, 1> places;  // in the batch
+  StepArray<int64_t, 1> rows;    // of sampled_ids
+  StepArray<int32_t, 1> sampled_ids;
+};
+
 // The arrays of `Batch` and of one entry of its `attention`.
 struct BatchArrays {
   StepArray<int64_t, 1> token_ids;
@@ -55,11 +62,15 @@ class CheckedStep {
       : limits_(limits), group_limits_(std::move(groups)), groups_(group_limits_.size()) {}
 
   // Throws nb::value_error that names what is wrong.
-  void set(const BatchArrays& batch, const std::vector<GroupArrays>& groups) {
+  void set(const BatchArrays& batch, const std::vector<GroupArrays>& groups,
+           const LateArrays* late = nullptr) {
     check(groups.size() == groups_.size(), "a step needs the metadata of each KV cache group");
+    step_.late = {};
+    late_ids_.reset();
     set_tokens(batch);
     set_requests(batch);
     for (size_t i = 0; i < groups.size(); ++i) set_group(i, groups[i]);
+    if (late != nullptr) set_late(*late);
     publish();
   }
 
@@ -160,6 +171,20 @@ class CheckedStep {
     }
   }
 
+  void set_late(const LateArrays& late) {
+    const size_t count = late.places.shape(0), num_rows = late.sampled_ids.shape(0);
+    check(late.rows.shape(0) == count, "late tokens: one row per place");
+    for (size_t i = 0; i < count; ++i) {
+      const int64_t place = late.places(i), row = late.rows(i);
+      check(place >= 0 && place < static_cast<int64_t>(token_ids_.size()),
+            "late tokens: a place is out of range");
+      check(row >= 0 && row < static_cast<int64_t>(num_rows), "late tokens: a row is out of range");
+      step_.late.tokens.push_back({static_cast<int32_t>(place), static_cast<int32_t>(row)});
+    }
+    late_ids_ = late.sampled_ids;
+    step_.late.sampled_ids = late_ids_->data();
+  }
+
   void publish() {
     step_.num_tokens = static_cast<int>(token_ids_.size());
     step_.num_rows = static_cast<int>(logits_rows_.size());
@@ -182,6 +207,7 @@ class CheckedStep {
   std::vector<int32_t> token_ids_, logits_rows_, query_start_, seq_lens_;
   std::vector<int64_t> positions_;
   std::vector<Group> groups_;
+  std::optional<StepArray<int32_t, 1>> late_ids_;  // held until another step is set
   Step step_;
 };
 

@@ -169,7 +169,7 @@ KVLOOM_TEST(program_embeds_and_multiplies) {
   program.add(std::unique_ptr<Instruction>(new GemmInstruction(packed_weight, 1, result)));
   program.finish();
 
-  const std::vector<int32_t> ids = {5, 32, 0, 7, 7, 1, 2, 3, 4, 5, 6, 7, 8, 9};
+  std::vector<int32_t> ids = {5, 32, 0, 7, 7, 1, 2, 3, 4, 5, 6, 7, 8, 9};
   Step step;
   step.num_tokens = static_cast<int>(ids.size());
   step.token_ids = ids.data();
@@ -183,6 +183,57 @@ KVLOOM_TEST(program_embeds_and_multiplies) {
         expected += double{table[ids[row] * kSize + k]} * weight[i * kSize + k];
       }
       CHECK_NEAR(out[row * kOutputs + static_cast<size_t>(i)], expected, 1e-5);
+    }
+  }
+}
+
+// Writes each token's id, and a number of its step, to a row of its own.
+class NotingInstruction : public Instruction {
+ public:
+  int prepare(const StepContext& context) override {
+    step_ = &context.step;
+    out_ = context.arena.floats(0);
+    return context.step.num_tokens;
+  }
+  void run_item(int item, const ThreadContext&) override {
+    out_[item] = static_cast<float>(step_->token_ids[item]);
+  }
+
+ private:
+  const Step* step_ = nullptr;
+  float* out_ = nullptr;
+};
+
+KVLOOM_TEST(a_step_may_start_behind_one_that_its_tokens_come_from) {
+  for (const int num_threads : {1, 2, 3}) {
+    ThreadTeam team(num_threads);
+    Program program(team, {{RowCount::Tokens, sizeof(float)}}, {8, 1});
+    program.add(std::unique_ptr<Instruction>(new NotingInstruction));
+    program.finish();
+    const float* noted = program.arena().floats(0);
+    for (int round = 0; round < 100; ++round) {
+      std::vector<int32_t> first_ids = {round, 7, 5}, second_ids = {0, 9, 0, 1}, sampled(3);
+      Step first, second;
+      first.num_tokens = 3;
+      first.token_ids = first_ids.data();
+      second.num_tokens = 4;
+      second.token_ids = second_ids.data();
+      second.late = {{{0, 2}, {2, 0}}, sampled.data()};
+      // What samples the first step: the next id of each.
+      const auto sample = [&](int thread) noexcept {
+        team.for_each_item(thread, 3, [&](int64_t i) {
+          sampled[static_cast<size_t>(i)] = static_cast<int32_t>(noted[i]) + 1;
+        });
+      };
+      Program::Run first_run, second_run;
+      program.start(first, first_run);
+      const uint32_t ticket = team.begin(sample);
+      const uint32_t last = program.start(second, second_run);
+      team.finish(ticket);
+      CHECK((sampled == std::vector<int32_t>{round + 1, 8, 6}));
+      program.wait(last);
+      CHECK((std::vector<float>(noted, noted + 4) ==
+             std::vector<float>{6, 9, static_cast<float>(round + 1), 1}));
     }
   }
 }

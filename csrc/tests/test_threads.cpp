@@ -2,6 +2,7 @@
 #include "kvloom/thread_team.hpp"
 
 #include <atomic>
+#include <functional>
 #include <thread>
 #include <vector>
 
@@ -119,6 +120,77 @@ KVLOOM_TEST(threads_that_come_late_find_their_place) {
     }
   });
   CHECK(num_wrong == 0);
+}
+
+KVLOOM_TEST(regions_that_were_begun_go_on_without_the_caller_and_in_order) {
+  constexpr int kNumItems = 50;
+  for (const int num_threads : {1, 2, 3}) {
+    ThreadTeam team(num_threads);
+    std::vector<int> first(kNumItems), second(kNumItems);  // plain: an overlap would be a race
+    std::atomic<int> num_wrong{0};
+    for (int round = 1; round <= 200; ++round) {
+      const auto fill = [&](int thread) noexcept {
+        team.for_each_item(thread, kNumItems, [&](int64_t i) { ++first[static_cast<size_t>(i)]; });
+      };
+      const auto copy = [&](int thread) noexcept {
+        team.for_each_item(thread, kNumItems, [&](int64_t i) {
+          num_wrong += first[static_cast<size_t>(kNumItems - 1 - i)] != round;
+          ++second[static_cast<size_t>(i)];
+        });
+      };
+      const uint32_t filled = team.begin(fill);
+      const uint32_t copied = team.begin(copy);
+      if (round % 2 == 0) {
+        team.finish(filled);
+        CHECK(first == std::vector<int>(kNumItems, round));
+      }
+      if (round % 3 == 0) {
+        team.run([](int) noexcept {});  // finishes all before it
+      } else {
+        team.finish(copied);
+      }
+      CHECK(second == std::vector<int>(kNumItems, round));
+    }
+    CHECK(num_wrong == 0);
+  }
+}
+
+KVLOOM_TEST(other_threads_work_on_what_was_begun_while_the_caller_does_not_wait) {
+  ThreadTeam team(2);
+  std::atomic<int> num_done{0};
+  const auto region = [&](int thread) noexcept {
+    team.for_each_item(thread, 10, [&](int64_t) { ++num_done; });
+  };
+  const uint32_t ticket = team.begin(region);
+  while (num_done < 10) pause_cpu();  // or the test never ends
+  team.finish(ticket);
+  CHECK(num_done == 10);
+}
+
+KVLOOM_TEST(more_regions_than_there_is_room_for_wait_and_none_is_lost) {
+  std::vector<int> order;
+  {
+    ThreadTeam team(2);
+    std::vector<std::function<void(int)>> regions;
+    for (int i = 0; i < 11; ++i) {
+      regions.emplace_back([&team, &order, i](int thread) noexcept {
+        team.for_each_item(thread, 1, [&](int64_t) { order.push_back(i); });
+      });
+    }
+    struct Call {
+      void operator()(int thread) const noexcept { (*function)(thread); }
+      const std::function<void(int)>* function;
+    };
+    std::vector<Call> calls;
+    for (const auto& region : regions) calls.push_back({&region});
+    for (Call& call : calls) team.begin(call);
+    team.finish();
+    CHECK(order.size() == 11);
+    for (Call& call : calls) team.begin(call);
+    team.finish();
+  }
+  for (size_t i = 0; i < order.size(); ++i) CHECK(order[i] == static_cast<int>(i % 11));
+  CHECK(order.size() == 22);
 }
 
 }  // namespace kvloom

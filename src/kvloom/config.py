@@ -117,7 +117,8 @@ class SchedulerConfig:
         max_num_batched_tokens: token budget of one step, over all requests.
         max_num_bypasses: how often the head of the waiting queue may be passed by smaller requests
             before everybody waits for it.
-        has_async_stepping: whether a step is scheduled while the one before it runs.
+        has_async_stepping: whether a step is scheduled while the one before it runs, where nobody
+            in it must know that one's tokens first.
         prefill_segment: most tokens of one request in a step; "auto" is what the device's static
             shapes say, or else as many as the budget holds.
     """
@@ -125,7 +126,7 @@ class SchedulerConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     max_num_bypasses: int = 16
-    has_async_stepping: bool = False
+    has_async_stepping: bool = True
     prefill_segment: int | Auto = AUTO
 
     def __post_init__(self) -> None:

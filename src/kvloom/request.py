@@ -268,6 +268,7 @@ class Request:
         "place",
         "priority",
         "req_id",
+        "runs_ahead",
         "sampling_params",
         "status",
         "stop_reason",
@@ -302,6 +303,9 @@ class Request:
         self.block_hashes: list[bytes] = []  # one per full block, grown by the KV cache manager
         # A request with the same tokens but the last, or more: this one forks its KV, if it can.
         self.leader: Request | None = None
+        # Whether a token may be computed before anybody knows it: not where a grammar must see it
+        # first, to tell what may follow.
+        self.runs_ahead = sampling_params.structured_outputs is None
 
     @property
     def num_tokens(self) -> int:

@@ -70,10 +70,9 @@ def profile_by_clock(config, monkeypatch):
     step = bench_profile.EngineCore.step
 
     def timed_step(core):
-        schedule = core.scheduler.schedule
+        update = core.scheduler.update
 
-        def watched():
-            output = schedule()
+        def watched(output, result):
             scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
             chunks = [
                 (r.num_computed_tokens, scheduled[r.req_id]) for r in output.scheduled_new_reqs
@@ -82,14 +81,15 @@ def profile_by_clock(config, monkeypatch):
                 (n, scheduled[r])
                 for n, r in zip(cached.num_computed_tokens, cached.req_ids, strict=True)
             ]
-            clock.step(chunks)
-            return output
+            if chunks:
+                clock.step(chunks)
+            return update(output, result)
 
-        core.scheduler.schedule = watched
+        core.scheduler.update = watched
         try:
             return step(core)
         finally:
-            core.scheduler.schedule = schedule
+            core.scheduler.update = update
 
     monkeypatch.setattr(bench_profile.EngineCore, "step", timed_step)
     monkeypatch.setattr(bench_profile.time, "perf_counter", lambda: clock.now)

@@ -32,7 +32,7 @@ POOLS: dict[str, dict[str, Any]] = {
     "no prefix cache": {"has_prefix_cache": False},
     "tight": {"is_tight": True},
     "tight, no prefix cache": {"is_tight": True, "has_prefix_cache": False},
-    "async": {"has_async_stepping": True},
+    "in turn": {"has_async_stepping": False},
     "drafts": {"num_draft_tokens": 3},
     "two ranks": {"tensor_parallel_size": 2},
 }

@@ -16,14 +16,26 @@ PROMPT = "a prompt that fills several blocks of sixteen tokens each, and some mo
 PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
-@pytest.fixture(params=[(1, False), (2, False), (1, True), (2, True)], ids=str)
+@pytest.fixture(
+    params=[
+        (1, False, "reference"),
+        (2, False, "reference"),
+        (1, True, "reference"),
+        (2, True, "reference"),
+        (1, False, "native"),
+        (1, True, "native"),
+    ],
+    ids=str,
+)
 def llm(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[LLM]:
-    num_ranks, is_async = request.param
+    num_ranks, is_async, backend = request.param
     llm = LLM(
-        model=str(make_tiny_folder(tmp_path)),
+        model=str(make_tiny_folder(tmp_path, head_dim=16)),
         num_blocks=100,
         max_num_batched_tokens=32,
-        backend="reference",
+        backend=backend,
+        num_threads=2,
+        dtype="float32",
         tensor_parallel_size=num_ranks,
         has_async_stepping=is_async,
     )
@@ -112,3 +124,24 @@ def test_a_second_ctrl_c_goes_through_at_once(llm: LLM, monkeypatch: pytest.Monk
     with pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPT, PARAMS)
     assert text_of(llm) == expected
+
+
+def test_a_step_that_was_started_ahead_and_given_up_harms_nobody(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sampling fails while the step behind it may run already; others get its blocks."""
+    expected = text_of(llm)
+    for _ in range(3):
+        executor = llm._core.executor
+        with monkeypatch.context() as patch:
+            sample, calls = executor.sample_tokens, []
+
+            def failing(*args: Any, sample: Any = sample, calls: list[Any] = calls) -> Any:
+                calls.append(args)
+                return fail() if len(calls) == 4 else sample(*args)
+
+            patch.setattr(executor, "sample_tokens", failing)
+            with pytest.raises(RuntimeError, match="injected"):
+                llm.generate("some other prompt " * 3, PARAMS)
+        llm.reset_prefix_cache()
+        assert text_of(llm) == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -194,9 +195,9 @@ def test_two_streams_interleave(llm: LLM) -> None:
     texts = [llm.generate(p, greedy())[0].outputs[0].text for p in ("one", "two")]
     first, second = llm.stream("one", greedy()), llm.stream("two", greedy())
     pieces = ["", ""]
-    for a, b in zip(first, second, strict=True):
-        pieces[0] += a.text
-        pieces[1] += b.text
+    for both in zip_longest(first, second):
+        for i, delta in enumerate(both):
+            pieces[i] += "" if delta is None else delta.text
     assert pieces == texts
 
 

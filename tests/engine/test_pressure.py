@@ -52,13 +52,12 @@ FACTORS = {
     "plain": Factor(),
     "no prefix cache": Factor({"has_prefix_cache": False}),
     "chunks": Factor({"max_num_batched_tokens": 24}),
-    "async": Factor({"has_async_stepping": True}),
-    "async, chunks": Factor({"has_async_stepping": True, "max_num_batched_tokens": 24}),
+    "two threads": Factor({"num_threads": 2}),
+    "in turn": Factor({"has_async_stepping": False}),
+    "in turn, chunks": Factor({"has_async_stepping": False, "max_num_batched_tokens": 24}),
     "drafts": Factor({"num_draft_tokens": 4}),
     "grammar": Factor(params=_GRAMMAR),
-    "grammar, drafts, async": Factor(
-        {"num_draft_tokens": 4, "has_async_stepping": True}, params=_GRAMMAR
-    ),
+    "grammar, drafts": Factor({"num_draft_tokens": 4}, params=_GRAMMAR),
     "n = 4": Factor(params={"n": 4, "max_tokens": 42}),
 }
 
@@ -174,7 +173,7 @@ def test_answers_are_those_of_each_request_alone(
 
 
 @pytest.mark.parametrize("pool", POOLS)
-@pytest.mark.parametrize("options", [{}, {"has_async_stepping": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"has_async_stepping": False}], ids=str)
 def test_pieces_of_a_stream_are_neither_repeated_nor_missing(
     start, undisturbed, options: dict[str, Any], pool: str
 ) -> None:

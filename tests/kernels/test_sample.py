@@ -375,8 +375,62 @@ class TestHostileInput:
 
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_scratch_is_what_each_thread_allocates(native, num_threads):
-    """Doubles of logits, weights and values, three ids, weighted ids; two maxima per 64 logits."""
+    """Doubles of logits, weights and values, three ids, weighted ids; two maxima per 64 logits.
+
+    For each thread of the team, and for a caller that does not wake it.
+    """
     vocab_size = 4096
     sampler = NativeSampler(native, native.ThreadTeam(num_threads), vocab_size)
     per_thread = vocab_size * (3 * 8 + 3 * 4 + 16) + vocab_size // 64 * 2 * 8
-    assert sampler.scratch_bytes == num_threads * per_thread
+    assert sampler.scratch_bytes == (num_threads + 1) * per_thread
+
+
+def test_a_call_that_was_started_ends_as_one_that_was_waited_for(native, team):
+    rng = np.random.default_rng(5)
+    sampler = NativeSampler(native, team, 333)
+    for num_rows in (0, 1, 2, 17):
+        rows = [random_row(rng, 333) for _ in range(num_rows)]
+        logits = random_logits("normal", rng, (num_rows, 333))
+        expected = sampler.sample(logits, rows)
+        started = sampler.start(logits, rows)
+        if num_rows > 2:  # what comes between finishes it first, and its result is kept
+            assert sampler.sample(logits[:2], rows[:2]).token_ids == expected.token_ids[:2]
+        assert started.finish() == expected
+        assert started.token_ids.tolist() == expected.token_ids
+
+
+def test_one_call_is_started_at_a_time(native, team):
+    sampler, logits = NativeSampler(native, team, 50), np.zeros((1, 50), np.float32)
+    started = sampler.start(logits, [make_row(temperature=0.0)])
+    with pytest.raises(ValueError, match="finish what was started"):
+        sampler.start(logits, [make_row()])
+    assert started.finish().token_ids == [0]
+    with pytest.raises(ValueError, match="nothing was started"):
+        started.finish()
+    del sampler  # also with a call that nobody finished
+    NativeSampler(native, team, 50).start(logits, [make_row()])
+
+
+def test_ids_stay_as_they_were_checked(native, team):
+    """Whoever changes an array after a call has started changes nothing."""
+    ids, values = np.array([3], np.int32), np.array([5.0])
+    none = np.empty(0, np.int32)
+    edits = native.SampleEdits(
+        history=none, bias_ids=ids, bias_values=values, banned_ids=none, grammar=None
+    )
+    ids[0] = 10**9
+    record = np.zeros(1, _RECORD)
+    record[["top_p", "repetition_penalty"]] = (1.0, 1.0)
+    record["num_logprobs"] = record["grammar_row"] = -1
+    record["spans"][0][SPANS.index("bias") * 2 :][:2] = (0, 1)
+    chosen = np.empty((2, 1), np.int32)
+    scores = native.SampleScores(
+        logprobs=np.empty(0),
+        ranks=none.copy(),
+        top_ids=np.empty((0, 0), np.int32),
+        top_logprobs=np.empty((0, 0)),
+    )
+    logits = np.zeros((1, 50), np.float32)
+    sampler = native.TokenSampler(team, 50)
+    sampler.sample(logits, record.view(np.uint8).reshape(1, -1), chosen, edits, scores)
+    assert chosen.tolist() == [[3], [0]]

@@ -97,5 +97,32 @@ del team, unused
     subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=60)
 
 
+def test_what_was_started_before_a_fork_is_done_anew_in_the_child(native: ModuleType):
+    """Parent and child both get the tokens of logits whose sampling had only started."""
+    program = f"""
+import os
+import numpy as np
+import {native.__name__} as native
+from kvloom.request import ResolvedSamplingParams
+from kvloom.sampling.native import NativeSampler
+from kvloom.sampling.sampler import SamplingRow
+params = ResolvedSamplingParams(seed=0, max_tokens=9, temperature=0.0)
+for num_threads in (1, 3):
+    sampler = NativeSampler(native, native.ThreadTeam(num_threads), 1000)
+    logits = np.zeros((40, 1000), np.float32)
+    for start_before in (False, True):  # with the team's threads there, and without
+        logits[np.arange(40), np.arange(40) * 7] = 1.0
+        if start_before:
+            sampler.sample(logits, [SamplingRow(params, [], [])] * 40)
+        started = sampler.start(logits, [SamplingRow(params, [], [])] * 40)
+        pid = os.fork()
+        assert started.finish().token_ids == [7 * i for i in range(40)]
+        if pid == 0:
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=60)
+
+
 def num_os_threads() -> int:
     return len(os.listdir(f"/proc/{os.getpid()}/task"))

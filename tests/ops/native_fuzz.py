@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from kvloom.dtypes import DType
-from kvloom.ops.backend import StepSizes
+from kvloom.ops.backend import LateTokens, StepSizes
 from kvloom.ops.base import AttentionMetadata, Batch
 from native_runner import NUM_BLOCKS, Chunk, NativeRunner, make_backend, make_batch
 from tiny_models import CASES
@@ -85,6 +85,20 @@ def hostile_batch(rng: random.Random) -> Batch:
             metadata = replace(metadata, **{name: spoil(getattr(metadata, name), rng)})
             batch = replace(batch, attention=[metadata])
     return batch
+
+
+def late_tokens(rng: random.Random) -> LateTokens:
+    """Places, rows and ids that may not be there; the ids change once the step has started."""
+    count = rng.randint(0, 3)
+    late = LateTokens(
+        places=np.array([rng.choice([0, 0, 1, 5]) for _ in range(count)], np.int64),
+        rows=np.array([rng.randrange(2) for _ in range(count)], np.int64),
+        sampled_ids=np.array([rng.choice([0, 3, 7]) for _ in range(3)], np.int32),
+    )
+    if rng.random() < 0.5:
+        name = rng.choice([f.name for f in fields(LateTokens)])
+        late = replace(late, **{name: spoil(getattr(late, name), rng)})
+    return late
 
 
 class BadBuilder:
@@ -220,8 +234,13 @@ class BadBuilder:
             query_start=np.array([0, 1], np.int32),
             seq_lens=np.ones(1, np.int32),
         )
+        if self.rng.random() < 0.5:
+            self.program.start(batch, [])
+            self.program.start(batch, [])
         self.program.begin(batch, [])
         self.program.run_segment(0)
+        if self.rng.random() < 0.5:
+            self.program.start(batch, [])  # and nobody waits for it
 
 
 def build_badly(library: Any, team: Any, rng: random.Random) -> None:
@@ -240,22 +259,27 @@ def main(seconds: float, seed: int) -> None:
     runner = NativeRunner(CONFIG, backend, rng.choice([DType.FLOAT32, DType.INT8]), sizes=SIZES)
     ids = [rng.randrange(CONFIG["vocab_size"]) for _ in range(40)]
     check = make_batch([Chunk(ids, np.arange(13, dtype=np.int32))], SIZES.block_size)
-    expected = np.array(runner.executable.forward(check))
+    expected = np.array(runner.forward(check))
     num_computed = num_refused = 0
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         try:
-            kind = rng.randrange(3)
+            kind = rng.randrange(4)
             if kind == 0:
                 build_badly(backend.kernels, backend.team, rng)
+            elif kind == 3:
+                late = late_tokens(rng)
+                runner.executable.forward(valid_batch(rng), late)
+                late.sampled_ids[:] = rng.choice(NUMBERS) % 2**31
+                num_computed += 1
             else:
                 make = valid_batch if kind == 1 else hostile_batch
-                runner.executable.forward(make(rng))
+                runner.forward(make(rng))
                 num_computed += 1
         except REFUSALS:
             num_refused += 1
     # After all this a valid step still computes what it did.
-    np.testing.assert_array_equal(runner.executable.forward(check), expected)
+    np.testing.assert_array_equal(runner.forward(check), expected)
     sys.stdout.write(f"{num_computed} {num_refused}\n")
 
 

@@ -133,10 +133,10 @@ def test_some_rows_are_those_rows_of_all() -> None:
     ids, table = random_ids(50), make_table(1)
     runner = NativeRunner(LONG, make_backend())
     batch = make_batch([Chunk(ids, table)], 16)
-    every = np.array(runner.executable.forward(batch))
-    some = runner.executable.forward(replace(batch, logits_rows=np.array([49, 3, 3])))
+    every = np.array(runner.forward(batch))
+    some = runner.forward(replace(batch, logits_rows=np.array([49, 3, 3])))
     np.testing.assert_array_equal(some, every[[49, 3, 3]])
-    none = runner.executable.forward(replace(batch, logits_rows=np.zeros(0, np.int64)))
+    none = runner.forward(replace(batch, logits_rows=np.zeros(0, np.int64)))
     assert none.shape == (0, 48)
 
 
@@ -199,11 +199,11 @@ def test_hostile_metadata_is_an_error(name: str, change: Callable[[np.ndarray], 
     runner = NativeRunner(LONG, make_backend())
     chunks = [Chunk(random_ids(40), make_table(1)), Chunk(random_ids(3), make_table(2, 64, 65))]
     batch = make_batch(chunks, 16)
-    expected = np.array(runner.executable.forward(batch))
+    expected = np.array(runner.forward(batch))
     with pytest.raises(ValueError, match=f"^({'|'.join({name for name, _ in HOSTILE})}):"):
-        runner.executable.forward(break_batch(batch, name, change))
+        runner.forward(break_batch(batch, name, change))
     # The next step is none the worse for it.
-    np.testing.assert_array_equal(runner.executable.forward(batch), expected)
+    np.testing.assert_array_equal(runner.forward(batch), expected)
 
 
 def test_wrong_types_are_an_error() -> None:
@@ -212,7 +212,7 @@ def test_wrong_types_are_an_error() -> None:
     wrong = (None, "tokens", np.zeros((2, 2), np.int64), np.zeros(4), np.zeros(4, np.int32))
     for token_ids in (*wrong, np.zeros(8, np.int64)[::2]):
         with pytest.raises(TypeError):
-            runner.executable.forward(replace(batch, token_ids=token_ids))
+            runner.forward(replace(batch, token_ids=token_ids))
 
 
 def test_an_id_outside_the_vocabulary_embeds_as_zeros() -> None:

@@ -38,9 +38,9 @@ def test_tables_may_begin_with_what_is_visible(kind: str) -> None:
             Chunk(mate[half[0] : half[1]], mates_table, half[0]),
         ]
         batch = runner.make_batch([chunk for chunk in chunks if chunk.token_ids])
-        whole = np.array(runner.executable.forward(batch))
+        whole = np.array(runner.forward(batch))
         cut = cut_tables(batch, runner.group_specs)
-        np.testing.assert_array_equal(runner.executable.forward(cut), whole)
+        np.testing.assert_array_equal(runner.forward(cut), whole)
         num_cut += sum(int(group.first_columns.sum()) for group in cut.attention)
     assert (num_cut > 0) == (kind != "full")
 
@@ -48,7 +48,7 @@ def test_tables_may_begin_with_what_is_visible(kind: str) -> None:
 def test_tokens_of_no_request_fill_a_batch_up() -> None:
     runner = NativeRunner(LONG, make_backend())
     batch = make_batch([Chunk(random_ids(5), make_table(1)), Chunk([7], make_table(2))], 16)
-    expected = np.array(runner.executable.forward(batch))
+    expected = np.array(runner.forward(batch))
     kept = [np.array(layer.storage.raw) for layer in runner.model.attention_layers]
     (group,) = batch.attention
     padded = replace(
@@ -57,7 +57,7 @@ def test_tokens_of_no_request_fill_a_batch_up() -> None:
         positions=np.append(batch.positions, [0, 3]),
         attention=[replace(group, slot_mapping=np.append(group.slot_mapping, [-1, -1]))],
     )
-    np.testing.assert_array_equal(runner.executable.forward(padded), expected)
+    np.testing.assert_array_equal(runner.forward(padded), expected)
     for layer, raw in zip(runner.model.attention_layers, kept, strict=True):
         np.testing.assert_array_equal(layer.storage.raw, raw)
 
@@ -75,11 +75,11 @@ def test_a_hostile_first_column_is_an_error(change: Callable[[np.ndarray], np.nd
     runner = NativeRunner(LOCAL["window"], make_backend())
     chunks = [Chunk([5], make_table(1), 100), Chunk([6, 7], make_table(2, 64, 65))]
     batch = cut_tables(runner.make_batch(chunks), runner.group_specs)
-    expected = np.array(runner.executable.forward(batch))
+    expected = np.array(runner.forward(batch))
     groups = list(batch.attention)
     local = next(i for i, group in enumerate(groups) if group.first_columns.any())
     assert groups[local].first_columns.tolist() == [3, 0]
     groups[local] = replace(groups[local], first_columns=change(groups[local].first_columns))
     with pytest.raises((ValueError, TypeError), match=r"first_columns|incompatible"):
-        runner.executable.forward(replace(batch, attention=groups))
-    np.testing.assert_array_equal(runner.executable.forward(batch), expected)
+        runner.forward(replace(batch, attention=groups))
+    np.testing.assert_array_equal(runner.forward(batch), expected)

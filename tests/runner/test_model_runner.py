@@ -22,6 +22,49 @@ def run(runner, output):
     return runner.sample_tokens(runner.execute_model(output))
 
 
+# --- ahead ------------------------------------------------------------------------------------
+
+
+def test_a_step_is_prepared_before_the_one_before_it_is_sampled(fakes):
+    model = fakes.model()
+    runner = fakes.runner(fakes.kv_config([(4, ["a"])]), model)
+    texts = {"x": fakes.continue_text([5, 6, 7], 3), "y": fakes.continue_text([9, 8], 3)}
+    new = [
+        fakes.new_request("x", [5, 6, 7], ([2, 3],)),
+        fakes.new_request("y", [9, 8], ([4, 5],)),
+    ]
+    handle = runner.execute_model(fakes.step(new, scheduled={"x": 3, "y": 2}))
+    for i in range(2):
+        runner.start_sampling(handle)
+        cached = [("x", False, [], ([],), 3 + i), ("y", False, [], ([],), 2 + i)]
+        step = fakes.step(cached=cached, scheduled={"x": 1, "y": 1})
+        assert not runner.prepare_step(step)  # this backend has computed all when it returns
+        result = runner.sample_tokens(handle)
+        assert result.sampled_token_ids == {name: [text[i]] for name, text in texts.items()}
+        handle = runner.execute_model(step)
+        assert model.batches[-1].token_ids.tolist() == [texts["x"][i], texts["y"][i]]
+
+
+def test_what_has_ended_meanwhile_is_sampled_for_nobody(fakes):
+    runner = fakes.runner(fakes.kv_config([(4, ["a"])]))
+    new = [fakes.new_request("x", [5, 6], ([2],)), fakes.new_request("y", [9], ([4],))]
+    handle = runner.execute_model(fakes.step(new, scheduled={"x": 2, "y": 1}))
+    step = fakes.step(cached=[("y", False, [], ([],), 1)], scheduled={"y": 1}, finished=["x"])
+    runner.prepare_step(step)
+    first = runner.sample_tokens(handle).sampled_token_ids["y"]
+    second = run(runner, step).sampled_token_ids
+    assert {"y": first + second["y"]} == {"y": fakes.continue_text([9], 2)}
+
+
+def test_a_step_that_was_prepared_for_another_is_prepared_anew(fakes):
+    """One that was given up: its requests have ended."""
+    runner = fakes.runner(fakes.kv_config([(4, ["a"])]))
+    runner.prepare_step(fakes.step([fakes.new_request("x", [5], ([2],))], scheduled={"x": 1}))
+    new = [fakes.new_request("y", [9], ([4],))]
+    result = run(runner, fakes.step(new, scheduled={"y": 1}, finished=["x"]))
+    assert result.sampled_token_ids == {"y": fakes.continue_text([9], 1)}
+
+
 # --- metadata ---------------------------------------------------------------------------------
 
 

@@ -119,7 +119,7 @@ def test_max_num_seqs(setup):
 
 
 def test_nothing_is_scheduled_twice_before_its_token_is_known(setup):
-    s = setup(max_num_batched_tokens=4)
+    s = setup(max_num_batched_tokens=4, has_async_stepping=False)
     s.add("r", range(6), max_tokens=3)
     first, second = s.schedule(), s.schedule()
     assert [o.num_scheduled_tokens for o in (first, second)] == [{"r": 4}, {"r": 2}]

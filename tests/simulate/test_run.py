@@ -23,7 +23,8 @@ SHARED_TRACE = Path(__file__).parents[3] / "shared" / "traces" / "mooncake_conve
 
 
 def run(requests, num_replicas=1, route="round-robin", **options) -> SimulationResult:
-    engine = make_engine(**options)
+    """Each step is scheduled when the one before it has ended, unless `options` say otherwise."""
+    engine = make_engine(**{"has_async_stepping": False, **options})
     simulation = Simulation(engine, UnitCost(), num_replicas, ROUTES[route])
     result = simulation.run(requests)
     for replica in simulation.replicas:
@@ -52,19 +53,28 @@ class PauseCost:
 def test_the_first_step_after_a_pause_is_told_apart():
     """The engine is idle before 0, and from 4.5 to 7.5; at 10 there is no pause between."""
     requests = requests_of((0.0, 3, 2), (0.5, 3, 3), (7.5, 3, 2), (10.0, 3, 1))
-    result = Simulation(make_engine(), PauseCost(), 1, ROUTES["round-robin"]).run(requests)
+    engine = make_engine(has_async_stepping=False)
+    result = Simulation(engine, PauseCost(), 1, ROUTES["round-robin"]).run(requests)
     assert times(result) == [(0.0, 1.5, 2.5), (1.5, 2.5, 4.5), (7.5, 9.0, 10.0), (10.0, 11.0, 11.0)]
 
 
 def test_each_replica_pauses_by_itself():
     requests = requests_of((0.0, 3, 4), (1.0, 3, 1), (1.5, 3, 1))
-    result = Simulation(make_engine(), PauseCost(), 2, ROUTES["round-robin"]).run(requests)
+    engine = make_engine(has_async_stepping=False)
+    result = Simulation(engine, PauseCost(), 2, ROUTES["round-robin"]).run(requests)
     assert times(result) == [(0.0, 1.5, 4.5), (1.0, 2.5, 2.5), (1.5, 2.5, 2.5)]
 
 
 def test_what_arrives_when_a_step_ends_joins_the_next():
     result = run(requests_of((0.0, 3, 2), (1.0, 3, 1)))
     assert times(result) == [(0.0, 1.0, 2.0), (1.0, 2.0, 2.0)]
+
+
+def test_a_step_that_was_scheduled_ahead_takes_nobody_new():
+    """What arrives at 0.5 finds step 1-2 scheduled, and begins at 2; at 7.5 the engine is idle."""
+    requests = requests_of((0.0, 3, 4), (0.5, 3, 2), (7.5, 3, 1))
+    result = run(requests, has_async_stepping=True)
+    assert times(result) == [(0.0, 1.0, 4.0), (2.0, 3.0, 4.0), (7.5, 8.5, 8.5)]
 
 
 def test_a_prompt_beyond_the_budget_takes_several_steps():

@@ -15,7 +15,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from drafting import Listed
 from float32_folder import LENGTHS, NUM_NEW_TOKENS, read_cases
 from kvloom.request import ResolvedSamplingParams
-from kvloom.runner.model_runner import StepHandle
+from kvloom.runner.step_handle import StepHandle
 from kvloom.step import ModelRunnerOutput, TokenLogprobs
 from kvloom.vllm_plugin.drafts import Drafter
 from kvloom.vllm_plugin.outputs import StartedStep, to_vllm, token_mask

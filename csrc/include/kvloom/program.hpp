@@ -81,6 +81,9 @@ class Program {
   // The team may serve others in between; it must outlive the program.
   Program(ThreadTeam& team, const std::vector<SlotSpec>& slots, StepCapacity capacity)
       : team_(team), arena_(slots, capacity) {}
+  ~Program() { team_.finish(); }
+  Program(const Program&) = delete;
+  Program& operator=(const Program&) = delete;
 
   void add(std::unique_ptr<Instruction> instruction) {
     instructions_.push_back(std::move(instruction));
@@ -116,35 +119,30 @@ class Program {
 
   // Plan a step: it must stay where it is until its last segment has run.
   void begin(const Step& step) {
-    for (const auto& planner : planners_) planner->plan(step);
-    const StepContext context{step, arena_, team_.num_threads()};
-    for (size_t i = 0; i < instructions_.size(); ++i) {
-      num_items_[i] = instructions_[i]->prepare(context);
-    }
+    team_.finish();
+    plan(step);
   }
 
   void run_segment(int segment) {
     const size_t first = segment == 0 ? 0 : segment_ends_[static_cast<size_t>(segment) - 1];
-    const size_t end = segment_ends_[static_cast<size_t>(segment)];
-    team_.run([&](int thread) noexcept {
-      const ThreadContext context{thread, scratch_->data() + scratch_stride_ * thread};
-      ReadAhead ahead(thread, team_.num_threads());
-      for (size_t i = first; i < end;) {
-        const size_t next = end_of_loop(i, end);
-        const auto run = [&](int64_t item) {
-          instructions_[i]->run_item(static_cast<int>(item), context);
-        };
-        const auto finish = [&] {
-          for (size_t one = i + 1; one < next; ++one) {
-            if (num_items_[one] > 0) instructions_[one]->run_item(0, context);
-          }
-        };
-        ahead.turn_to(next_weights_[next - 1]);
-        team_.for_each_item(thread, num_items_[i], run, [&] { ahead.bring_some(); }, finish);
-        i = next;
-      }
-    });
+    team_.run(Run{this, nullptr, first, segment_ends_[static_cast<size_t>(segment)]});
   }
+
+  // What threads do of instructions [first, end), once the step is planned, if it is given.
+  struct Run {
+    void operator()(int thread) const noexcept { program->run_thread(thread, *this); }
+    Program* program = nullptr;
+    const Step* step = nullptr;
+    size_t first = 0, end = 0;
+  };
+
+  // Starts all segments of a step, which is planned when those before it are done: run and step
+  // must stay where they are until the team has finished the ticket that is returned.
+  uint32_t start(const Step& step, Run& run) {
+    run = {this, &step, 0, instructions_.size()};
+    return team_.begin(run);
+  }
+  void wait(uint32_t ticket) { team_.finish(ticket); }
 
   int num_segments() const { return static_cast<int>(segment_ends_.size()); }
   const Arena& arena() const { return arena_; }
@@ -167,6 +165,37 @@ class Program {
       share.first = share.end;
       share.end += instructions_[i]->num_spare_fetches();
       if (share.end > share.first) instructions_[i]->bring_near(share);
+    }
+  }
+
+  void plan(const Step& step) {
+    fill_in_late_tokens(step);
+    for (const auto& planner : planners_) planner->plan(step);
+    const StepContext context{step, arena_, team_.num_threads()};
+    for (size_t i = 0; i < instructions_.size(); ++i) {
+      num_items_[i] = instructions_[i]->prepare(context);
+    }
+  }
+
+  void run_thread(int thread, const Run& region) {
+    if (region.step != nullptr) {
+      team_.for_each_item(thread, 1, [&](int64_t) { plan(*region.step); });
+    }
+    const ThreadContext context{thread, scratch_->data() + scratch_stride_ * thread};
+    ReadAhead ahead(thread, team_.num_threads());
+    for (size_t i = region.first; i < region.end;) {
+      const size_t next = end_of_loop(i, region.end);
+      const auto run = [&](int64_t item) {
+        instructions_[i]->run_item(static_cast<int>(item), context);
+      };
+      const auto finish = [&] {
+        for (size_t one = i + 1; one < next; ++one) {
+          if (num_items_[one] > 0) instructions_[one]->run_item(0, context);
+        }
+      };
+      ahead.turn_to(next_weights_[next - 1]);
+      team_.for_each_item(thread, num_items_[i], run, [&] { ahead.bring_some(); }, finish);
+      i = next;
     }
   }
 

@@ -16,19 +16,36 @@ struct KVGroupStep {
   const int32_t* first_columns = nullptr;
 };
 
+// Tokens that the step before samples: token `place` of the batch is sampled_ids[row].
+struct LateTokens {
+  struct Token {
+    int32_t place, row;
+  };
+  std::vector<Token> tokens;
+  const int32_t* sampled_ids = nullptr;
+};
+
 // A flat batch of tokens, those of one request after those of another, then tokens of none, which
 // fill the batch up.
 struct Step {
   int num_tokens = 0;
   int num_rows = 0;  // of logits
   int num_requests = 0;
-  const int32_t* token_ids = nullptr;    // [num_tokens]
+  int32_t* token_ids = nullptr;          // [num_tokens]
   const int64_t* positions = nullptr;    // [num_tokens]
   const int32_t* logits_rows = nullptr;  // [num_rows] tokens whose logits are wanted
   const int32_t* query_start = nullptr;  // [num_requests + 1] first token of each request
   const int32_t* seq_lens = nullptr;     // [num_requests] stored tokens, this step's included
   std::vector<KVGroupStep> groups;
+  LateTokens late;
 };
+
+// Once the step before has been sampled.
+inline void fill_in_late_tokens(const Step& step) {
+  for (const LateTokens::Token& token : step.late.tokens) {
+    step.token_ids[token.place] = step.late.sampled_ids[token.row];
+  }
+}
 
 // Which of a step's counts the rows of a value follow.
 enum class RowCount { Tokens, Logits };

@@ -7,6 +7,8 @@
 //     });                                                          // all items are done
 //   });
 //
+// With begin() and finish() instead of run(), the others work while the caller does something else.
+//
 // Every thread of a region makes the same calls of for_each_item() and barrier(), in the same
 // order, but not at the same time: other threads do the items of one that has no core.
 // Functions must not throw: no thread could go on past a barrier that another one never reaches.
@@ -118,12 +120,35 @@ class Crew {
   bool is_alive() const { return born_after_forks_ == num_forks(); }
 
   void run(Entry entry, void* function) {
-    std::lock_guard<std::mutex> one_region_at_a_time(mutex_);
-    entry_ = entry;
-    function_ = function;
-    start_.open();
-    entry(function, 0);
-    barrier();
+    std::lock_guard<std::mutex> one_at_a_time(mutex_);
+    start_region({entry, function, false});
+    end_regions(num_begun_);
+  }
+
+  uint32_t begin(Entry entry, void* function) {
+    std::lock_guard<std::mutex> one_at_a_time(mutex_);
+    start_region({entry, function, true});
+    return num_begun_;
+  }
+
+  void finish(uint32_t ticket) {
+    std::lock_guard<std::mutex> one_at_a_time(mutex_);
+    end_regions(ticket);
+  }
+
+  // The ticket of the last region that begin() has started.
+  uint32_t last_ticket() const { return num_begun_; }
+
+  // Whether there are regions that nobody has finished.
+  bool is_open() const { return num_begun_ != num_finished_; }
+
+  // What another crew had begun and not finished before a fork left it without threads. A region of
+  // run() ends with its caller, who is not there either, or is about to fork himself.
+  void begin_anew(const Crew& lost) {
+    for (uint32_t i = lost.num_finished_; i != lost.num_begun_; ++i) {
+      const OpenRegion& region = lost.regions_[i % kMaxOpen];
+      if (region.outlives_caller) begin(region.entry, region.function);
+    }
   }
 
   void barrier() {
@@ -201,17 +226,45 @@ class Crew {
   // waits for.
   static constexpr int kNumSpins = 1500;
 
+  // Two steps, each with its sampling.
+  static constexpr uint32_t kMaxOpen = 4;
+
+  struct OpenRegion {
+    Entry entry;
+    void* function;
+    bool outlives_caller;
+  };
+
+  void start_region(const OpenRegion& region) {
+    if (num_begun_ - num_finished_ == kMaxOpen) end_regions(num_finished_ + 1);
+    regions_[num_begun_ % kMaxOpen] = region;
+    ++num_begun_;
+    start_.open();
+  }
+
+  // The caller takes its part of each, which may be to find that nothing is left.
+  void end_regions(uint32_t ticket) {
+    while (is_open() && static_cast<int32_t>(ticket - num_finished_) > 0) {
+      const OpenRegion& region = regions_[num_finished_ % kMaxOpen];
+      region.entry(region.function, 0);
+      barrier();
+      ++num_finished_;
+    }
+  }
+
   void serve(int thread) {
     // Epochs count regions from 0, so a thread that starts late still takes part in the first.
     for (uint32_t region = 0;; ++region) {
       start_.wait_past(region, 0);  // no spinning: between steps the cores are the application's
       if (is_stopping_) return;
-      entry_(function_, thread);
+      const OpenRegion& own = regions_[region % kMaxOpen];
+      own.entry(own.function, thread);
       barrier();
     }
   }
 
   void stop() {
+    end_regions(num_begun_);
     is_stopping_ = true;
     start_.open();
     for (std::thread& thread : threads_) thread.join();
@@ -222,9 +275,10 @@ class Crew {
   std::vector<std::thread> threads_;
   std::mutex mutex_;
   // Written before start_ opens, read after.
-  Entry entry_ = nullptr;
-  void* function_ = nullptr;
+  OpenRegion regions_[kMaxOpen];  // region i at i % kMaxOpen, until it is finished
   bool is_stopping_ = false;
+  // Under the mutex; read without it to see whether there is anything to finish.
+  std::atomic<uint32_t> num_begun_{0}, num_finished_{0};
   Gate start_;
   std::unique_ptr<Share[]> shares_;  // [num_threads]
   // On cache lines of their own: the ones are hammered while the others are waited for.
@@ -254,12 +308,28 @@ class ThreadTeam {
   // of its own team. Throws std::system_error if threads cannot be started.
   template <class Function>
   void run(Function&& function) {
-    using Callable = std::remove_reference_t<Function>;
-    static_assert(std::is_nothrow_invocable_v<Callable&, int>, "a region must be noexcept");
-    const auto entry = [](void* address, int thread) noexcept {
-      (*static_cast<Callable*>(address))(thread);
-    };
-    living_crew().run(entry, const_cast<void*>(static_cast<const void*>(&function)));
+    living_crew().run(entry_of<std::remove_reference_t<Function>>(), address_of(function));
+  }
+
+  // Starts a region as run() does, but the caller goes on. It takes its part in finish(), or in the
+  // next run(), by whichever thread; until then the function must stay where it is. Regions are
+  // done in order: the other threads go on to the next once the caller has taken its part. Returns
+  // a ticket for finish().
+  template <class Function>
+  uint32_t begin(Function& function) {
+    return living_crew().begin(entry_of<Function>(), address_of(function));
+  }
+
+  // Returns when the region of that ticket is done, and all before it.
+  void finish(uint32_t ticket) {
+    const detail::Crew* crew = crew_.load();
+    if (crew != nullptr && crew->is_open()) living_crew().finish(ticket);
+  }
+
+  // Returns when all regions are done that have begun.
+  void finish() {
+    const detail::Crew* crew = crew_.load();
+    if (crew != nullptr) finish(crew->last_ticket());
   }
 
   // Inside a region: waits until every thread of the team is here.
@@ -288,17 +358,29 @@ class ThreadTeam {
   }
 
  private:
+  template <class Function>
+  static detail::Crew::Entry entry_of() {
+    static_assert(std::is_nothrow_invocable_v<Function&, int>, "a region must be noexcept");
+    return [](void* address, int thread) noexcept { (*static_cast<Function*>(address))(thread); };
+  }
+  template <class Function>
+  static void* address_of(Function& function) {
+    return const_cast<void*>(static_cast<const void*>(&function));
+  }
+
   detail::Crew& crew() { return *crew_.load(std::memory_order_relaxed); }
 
   // Starts the threads if there are none yet. In a forked child the old ones do not exist, and may
-  // have held locks for ever: they are left behind as they are. No lock here either, for the same
-  // reason.
+  // have held locks for ever: they are left behind as they are, and what they had begun begins
+  // anew. No lock here either, for the same reason.
   detail::Crew& living_crew() {
     detail::Crew* crew = crew_.load();
     if (crew != nullptr && crew->is_alive()) return *crew;
     auto fresh = std::make_unique<detail::Crew>(num_threads_);
-    if (crew_.compare_exchange_strong(crew, fresh.get())) return *fresh.release();
-    return *crew;  // another caller was faster
+    detail::Crew* const lost = crew;
+    if (!crew_.compare_exchange_strong(crew, fresh.get())) return *crew;  // another was faster
+    if (lost != nullptr) fresh->begin_anew(*lost);
+    return *fresh.release();
   }
 
   const int num_threads_;

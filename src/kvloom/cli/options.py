@@ -177,11 +177,11 @@ _STEP_ARGUMENTS: _Arguments = (
         },
     ),
     (
-        ("--async-stepping",),
+        ("--no-async-stepping",),
         {
             "dest": "has_async_stepping",
-            "action": "store_true",
-            "help": "schedule a step while the one before it runs",
+            "action": "store_false",
+            "help": "schedule a step only when the one before it has ended",
         },
     ),
     (

@@ -228,6 +228,7 @@ class BeamSearch:
             token_ids = [*self._prompt.token_ids, *candidate.token_ids]
             request = Request(make_id(), token_ids, self._params)
             request.leader = leader
+            request.runs_ahead = False  # nothing behind its one step is wanted
             self._beams[request.req_id] = _Beam(request, candidate)
         return [beam.request for beam in self._beams.values()]
 

@@ -91,9 +91,7 @@ class EngineCore:
         self.scheduler = Scheduler(
             config.scheduler, self.manager, self.max_model_len, log, speculation, self._grammars
         )
-        is_async = config.scheduler.has_async_stepping
-        self._device = Device(self.executor, self._grammars.token_mask, has_thread=is_async)
-        self._max_num_in_flight = 2 if is_async else 1
+        self._device = Device(self.executor, self._grammars.token_mask)
         self._in_flight: deque[_StepInFlight] = deque()
         self._last_end = 0.0  # of a step
 
@@ -177,7 +175,7 @@ class EngineCore:
         """
         if self.scheduler.waits_for_grammars:
             self._grammars.wait(_MAX_GRAMMAR_WAIT_SECONDS)
-        while len(self._in_flight) < self._max_num_in_flight:
+        while self.scheduler.may_schedule:
             start = time.perf_counter()
             output = self.scheduler.schedule()
             self._in_flight.append(_StepInFlight(output, start, self._device.begin(output)))
@@ -236,5 +234,4 @@ class EngineCore:
     def shutdown(self) -> None:
         """Stop the threads."""
         self._grammars.shutdown()
-        self._device.shutdown()
         self.executor.shutdown()

@@ -51,12 +51,30 @@ class RunnableModel(Protocol):
         """Logits [num_rows, vocab_size], by operations alone."""
 
 
+@dataclass(frozen=True, slots=True)
+class LateTokens:
+    """Tokens of a batch that are sampled from the step before, which still runs.
+
+    Attributes:
+        places: int64 [num_late] in the batch.
+        rows: int64 [num_late] of `sampled_ids`.
+        sampled_ids: int32 [num_rows], once that step has been sampled.
+    """
+
+    places: Any
+    rows: Any
+    sampled_ids: Any
+
+
 class Executable(Protocol):
     """A model's forward pass in the form a backend runs it in.
 
     Attributes:
         activation_bytes: memory it needs beyond weights and KV; None if that must be measured.
+        takes_late_tokens: whether `forward` may be called while the step before still runs.
     """
+
+    takes_late_tokens: bool
 
     @property
     def activation_bytes(self) -> int | None:
@@ -65,8 +83,8 @@ class Executable(Protocol):
     def bind(self) -> None:
         """Take the storage that the model's KV layers are bound to; before the first step."""
 
-    def forward(self, batch: Batch) -> Value:
-        """Logits [num_rows, vocab_size] of a step; valid until the next."""
+    def forward(self, batch: Batch, late_tokens: LateTokens | None = None) -> Value:
+        """Start a step: its logits [num_rows, vocab_size], valid until the next one runs."""
 
 
 class Backend(Protocol):

@@ -145,13 +145,15 @@ class NativeBackend:
 
     def copy_blocks(self, storage: NativeStorage, copies: list[tuple[int, int]]) -> None:
         """Copy blocks in order, so that a later copy may read an earlier one's destination."""
+        self.team.finish()  # a step that nobody waited for may still read them
         part = slice(storage.offset_bytes, storage.offset_bytes + storage.page_size_bytes)
         blocks = storage.raw.reshape(storage.num_blocks, -1)[:, part]
         for source, destination in copies:
             blocks[destination] = blocks[source]
 
     def to_host(self, value: Array) -> Array:
-        """The value itself: a view of native memory, valid until the next step."""
+        """The value itself, once it is computed: a view of memory, valid until the next step."""
+        self.team.finish()
         return value
 
     def read_device_memory(self) -> None:

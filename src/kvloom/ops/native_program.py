@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvloom.errors import UnsupportedModelError
-from kvloom.ops.backend import StepSizes
+from kvloom.ops.backend import LateTokens, StepSizes
 from kvloom.ops.base import AttentionMetadata, Batch, Communicator, Experts, Parameter
 from kvloom.ops.native_attention import attention_bytes
 from kvloom.ops.native_lowering import Lowering
@@ -51,6 +51,7 @@ class NativeProgram:
         self._program: Any = None
         self._logits: dict[int, Array] = {}  # views of its result, by their number of rows
         self._lowering: Any = None
+        self.takes_late_tokens = not self._collectives
         self._check_operations()
 
     @property
@@ -84,28 +85,45 @@ class NativeProgram:
         program.finish()
         self._lowering, self._program, self._logits = lowering, program, {}
 
-    def forward(self, batch: Batch) -> Array:
-        """Logits [num_rows, vocab_size]: a view of native memory, valid until the next step."""
+    def forward(self, batch: Batch, late_tokens: LateTokens | None = None) -> Array:
+        """Logits [num_rows, vocab_size]: a view of native memory, valid until the next step.
+
+        One rank alone only starts, and the team's `finish` waits for it.
+        """
         library, program = self._library, self._program
         first = batch.attention[0]
-        program.begin(
-            library.BatchArrays(
-                token_ids=batch.token_ids,
-                positions=batch.positions,
-                logits_rows=batch.logits_rows,
-                query_start=first.query_start,
-                seq_lens=first.seq_lens,
-            ),
-            [self._group_arrays(metadata) for metadata in batch.attention if self._has_attention],
+        arrays = library.BatchArrays(
+            token_ids=batch.token_ids,
+            positions=batch.positions,
+            logits_rows=batch.logits_rows,
+            query_start=first.query_start,
+            seq_lens=first.seq_lens,
         )
-        for segment, collective in enumerate(self._collectives):
-            program.run_segment(segment)
-            self._exchange(collective)
-        program.run_segment(len(self._collectives))
+        groups = [self._group_arrays(metadata) for metadata in batch.attention]
+        if not self._has_attention:
+            groups = []
+        if self.takes_late_tokens:
+            program.start(arrays, groups, self._late_arrays(late_tokens))
+        else:
+            self._run_segments(arrays, groups)
         num_rows = len(batch.logits_rows)
         if num_rows not in self._logits:
             self._logits[num_rows] = self._view(self._tape.result)
         return self._logits[num_rows]
+
+    def _run_segments(self, arrays: Any, groups: list[Any]) -> None:
+        self._program.begin(arrays, groups)
+        for segment, collective in enumerate(self._collectives):
+            self._program.run_segment(segment)
+            self._exchange(collective)
+        self._program.run_segment(len(self._collectives))
+
+    def _late_arrays(self, late: LateTokens | None) -> Any:
+        if late is None:
+            return None
+        return self._library.LateArrays(
+            places=late.places, rows=late.rows, sampled_ids=late.sampled_ids
+        )
 
     def _group_arrays(self, metadata: AttentionMetadata) -> Any:
         arrays = {

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from kvloom.kv.spec import KVCacheSpec, MLAAttentionSpec
 from kvloom.ops.backend import (
+    LateTokens,
     RunnableModel,
     StepSizes,
     check_kv_memory,
@@ -27,6 +28,7 @@ class EagerExecutable:
     """Calls a model's forward pass over the operations of each step."""
 
     activation_bytes = None
+    takes_late_tokens = False
 
     def __init__(self, model: RunnableModel, make_ops: Callable[[Batch], Any]) -> None:
         self._model = model
@@ -35,8 +37,9 @@ class EagerExecutable:
     def bind(self) -> None:
         """The operations find each layer's storage by themselves."""
 
-    def forward(self, batch: Batch) -> Any:
+    def forward(self, batch: Batch, late_tokens: LateTokens | None = None) -> Any:
         """The model's logits."""
+        assert late_tokens is None, "a step is over when the next one starts"
         return self._model.forward(self._make_ops(batch), batch)
 
 

@@ -16,6 +16,7 @@ from kvloom.errors import ConfigError
 from kvloom.kv.spec import AttentionSpec, KVCacheSpec, MLAAttentionSpec
 from kvloom.ops.backend import (
     DeviceMemory,
+    LateTokens,
     MemoryMeter,
     RunnableModel,
     StepSizes,
@@ -39,8 +40,9 @@ class TorchExecutable(EagerExecutable):
         super().__init__(model, lambda batch: backend.ops(batch, communicator))
         self._device = backend.device
 
-    def forward(self, batch: Batch) -> Any:
+    def forward(self, batch: Batch, late_tokens: LateTokens | None = None) -> Any:
         """The model's logits."""
+        assert late_tokens is None, "a step is over when the next one starts"
         with torch.inference_mode():
             moved = replace(
                 batch,

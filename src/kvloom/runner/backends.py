@@ -19,8 +19,8 @@ from kvloom.models.registry import build_model
 from kvloom.ops.backend import Backend
 from kvloom.ops.native import NativeBackend, find_problem
 from kvloom.ops.reference import ReferenceBackend
-from kvloom.runner.model_runner import TokenSampler
 from kvloom.sampling.native import NativeSampler
+from kvloom.sampling.token_sampler import TokenSampler
 
 if TYPE_CHECKING:
     from kvloom.weights.checkpoint import Checkpoint

@@ -18,7 +18,7 @@ from kvloom.runner.collectives import (
     ThreadCommunicator,
     make_thread_communicators,
 )
-from kvloom.runner.model_runner import StepHandle
+from kvloom.runner.step_handle import StepHandle
 from kvloom.runner.worker import Worker
 from kvloom.step import ModelRunnerOutput, SchedulerOutput
 
@@ -81,8 +81,20 @@ class InProcessExecutor:
         """Run every shape that a step may have on all ranks; returns how many there are."""
         return self._run(lambda worker: worker.warm_up())[0]
 
+    def prepare_step(self, output: SchedulerOutput) -> bool:
+        """Get a step ready while the one before it runs.
+
+        Returns whether `execute_model` may be called before that one's `sample_tokens`.
+        """
+        may_start = [worker.prepare_step(output) for worker in self._workers]
+        return all(may_start)
+
+    def start_sampling(self, handle: StepHandle, grammar: Any | None = None) -> None:
+        """Have a step sampled as soon as its logits are there; `sample_tokens` waits for it."""
+        self._workers[0].start_sampling(handle, grammar)
+
     def execute_model(self, output: SchedulerOutput) -> StepHandle:
-        """Run one step's forward pass on all ranks; the handle is rank 0's."""
+        """Start one step's forward pass on all ranks; the handle is rank 0's."""
         return self._run(lambda worker: worker.execute_model(output))[0]
 
     def sample_tokens(self, handle: StepHandle, grammar: Any | None = None) -> ModelRunnerOutput:

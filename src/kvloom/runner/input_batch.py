@@ -28,6 +28,7 @@ from kvloom.step import (
 IntArray = NDArray[np.signedinteger[Any]]
 
 _NO_ROW = -1
+_UNKNOWN = 0  # stands for a token until that is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +90,15 @@ class StepInputs:
         states: [num_reqs].
         rows: [num_reqs] row of each request in the batch's block tables.
         token_rows: [num_tokens] that of the request a token belongs to.
-        token_ids: int64 [num_tokens].
+        token_ids: int64 [num_tokens], 0 where `late_tokens` tells.
         positions: int64 [num_tokens].
         query_start: int32 [num_reqs + 1] first token of each request.
         num_computed_tokens: int32 [num_reqs] stored tokens before this step.
         seq_lens: int32 [num_reqs] stored tokens after it; `max_seq_len` is the largest.
         is_complete: bool [num_reqs] whether this step reaches the last known token, so that the
             next one can be sampled, as can those behind its drafts.
+        late_tokens: places of tokens that nobody knows yet, with the request whose last output
+            each will be, once the step before has been sampled.
     """
 
     states: list[RequestState]
@@ -108,6 +111,7 @@ class StepInputs:
     seq_lens: IntArray
     max_seq_len: int
     is_complete: NDArray[np.bool_]
+    late_tokens: list[tuple[int, RequestState]]
 
 
 class InputBatch:
@@ -145,7 +149,8 @@ class InputBatch:
     def append_tokens(self, sampled_token_ids: Mapping[str, list[int]]) -> None:
         """Take the tokens that a step sampled; the scheduler does not send them again."""
         for req_id, token_ids in sampled_token_ids.items():
-            self._states[req_id].output_token_ids += token_ids
+            if req_id in self._states:  # or it has ended meanwhile
+                self._states[req_id].output_token_ids += token_ids
 
     def prepare(
         self, num_scheduled_tokens: Mapping[str, int], drafts: Mapping[str, list[int]]
@@ -154,10 +159,16 @@ class InputBatch:
         num_reqs = len(num_scheduled_tokens)
         states = [self._states[req_id] for req_id in num_scheduled_tokens]
         token_ids: list[int] = []
+        late_tokens: list[tuple[int, RequestState]] = []
+        num_seen = 0
         for state, num_tokens in zip(states, num_scheduled_tokens.values(), strict=True):
-            token_ids += _next_tokens(state, num_tokens)
-            if state.req_id in drafts:
-                token_ids += drafts[state.req_id]
+            drafted = drafts.get(state.req_id, [])
+            token_ids += _next_tokens(state, num_tokens - len(drafted))
+            token_ids += drafted
+            num_seen += num_tokens
+            if len(token_ids) < num_seen:
+                late_tokens.append((len(token_ids), state))
+                token_ids.append(_UNKNOWN)
         counts = np.array(list(num_scheduled_tokens.values()), np.int32)
         rows = np.array([state.row for state in states])
         computed = np.array([state.num_computed_tokens for state in states], np.int32)
@@ -181,6 +192,7 @@ class InputBatch:
             seq_lens=seq_lens,
             max_seq_len=int(seq_lens.max()),
             is_complete=seq_lens >= known,
+            late_tokens=late_tokens,
         )
 
     def block_table(self, group: int, inputs: StepInputs) -> IntArray:

@@ -9,90 +9,40 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvloom.errors import CapacityError
 from kvloom.kv.layout import MAX_GROUPS
 from kvloom.kv.memory import format_bytes
 from kvloom.kv.planner import make_kv_cache_spec
 from kvloom.kv.spec import KVCacheConfig, KVCacheSpec
-from kvloom.ops.backend import Backend, EagerBackend, StepSizes
-from kvloom.ops.base import AttentionMetadata, Batch, Communicator, Value
+from kvloom.ops.backend import Backend, EagerBackend, LateTokens, StepSizes
+from kvloom.ops.base import AttentionMetadata, Batch, Communicator
 from kvloom.runner.drafts import mask_rows, report, sampling_rows, with_drafts
 from kvloom.runner.input_batch import (
     InputBatch,
-    IntArray,
     RequestState,
     RunnerLimits,
     StepInputs,
 )
 from kvloom.runner.profile import count_least_activation_bytes, measure_peak_activation_bytes
 from kvloom.runner.static_shapes import StaticShapes
-from kvloom.sampling.logits import FloatArray
+from kvloom.runner.step_handle import PreparedStep, PromptTokens, StepHandle, unscored_prompt_tokens
 from kvloom.sampling.sampler import Sampler, SampleResult, SamplingRow
-from kvloom.step import ModelRunnerOutput, SchedulerOutput, TokenLogprobs, TokenMask
+from kvloom.sampling.token_sampler import Sampling, TokenSampler
+from kvloom.step import ModelRunnerOutput, SchedulerOutput, TokenMask
 
 if TYPE_CHECKING:
     from kvloom.models.base import Model
 
 
-class TokenSampler(Protocol):
-    """What the runner asks of a sampler: the methods of `kvloom.sampling.sampler.Sampler`."""
-
-    @property
-    def scratch_bytes(self) -> int:
-        """Memory it takes while it samples, whatever the rows ask for."""
-
-    def sample(
-        self,
-        logits: FloatArray,
-        rows: Sequence[SamplingRow],
-        grammar: NDArray[np.uint32] | None = None,
-        grammar_rows: Sequence[int] = (),
-    ) -> SampleResult:
-        """Choose one token per row of `logits` [num_rows, vocab_size], of those allowed."""
-
-    def prompt_logprobs(
-        self, logits: FloatArray, next_token_ids: Sequence[int], num_top: int
-    ) -> list[TokenLogprobs]:
-        """Score each prompt token by the row of `logits` of the position before it."""
-
-
 @dataclass(frozen=True, slots=True)
-class PromptTokens:
-    """Tokens of a step whose logits score the prompt of one request.
-
-    Attributes:
-        tokens: [num_tokens] their places in the flat batch.
-        next_token_ids: the prompt token that follows each of them.
-    """
-
-    state: RequestState
-    tokens: IntArray
-    next_token_ids: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class StepHandle:
-    """A step whose forward pass has started.
-
-    Attributes:
-        logits: [num_rows, vocab_size], for each entry of `sampled` one row and one per draft, in
-            order of position, then those of `prompts`, then padding; None when nothing ran.
-        sampled: requests whose next token is drawn.
-        drafts: by request that has any.
-        num_padded_tokens: tokens that the forward pass computes, padding included.
-    """
-
-    logits: Value | None = None
-    sampled: list[RequestState] = field(default_factory=list)
-    drafts: Mapping[str, list[int]] = field(default_factory=dict)
-    prompts: list[PromptTokens] = field(default_factory=list)
-    num_padded_tokens: int = 0
+class _StartedSampling:
+    handle: StepHandle
+    sampling: Sampling
 
 
 class ModelRunner:
@@ -126,6 +76,8 @@ class ModelRunner:
         self._batch: InputBatch  # made with the KV cache, once it is known that memory suffices
         self._shapes: StaticShapes | None = None  # likewise, if steps are padded
         self._storages: dict[str, Any] = {}  # by layer that stores KV
+        self._prepared: PreparedStep | None = None
+        self._sampling: _StartedSampling | None = None  # of the step that runs
 
     # --- plan -------------------------------------------------------------------------------
 
@@ -222,17 +174,60 @@ class ModelRunner:
 
     # --- run --------------------------------------------------------------------------------
 
+    def prepare_step(self, output: SchedulerOutput) -> bool:
+        """Do what `execute_model` of this step begins with, while the step before it still runs.
+
+        Returns whether `execute_model` may be called before that one's `sample_tokens`, too.
+        """
+        self._prepared = self._prepare(output)
+        before = self._sampling
+        return (
+            before is not None
+            and not before.handle.prompts  # their logits are read when all have been sampled
+            and not output.block_copies
+            and self._executable.takes_late_tokens
+        )
+
     def execute_model(self, output: SchedulerOutput) -> StepHandle:
-        """Apply the step's diffs and run the model over its tokens."""
-        self._batch.update(output)
+        """Apply the step's diffs and start the model over its tokens.
+
+        It may still run when the call returns.
+        """
+        step, self._prepared = self._prepared, None
+        if step is None or step.output is not output:
+            step = self._prepare(output)
         for copies in _repeatable(output.block_copies):
             for storage in self._storages.values():
                 self._backend.copy_blocks(storage, copies)
+        if step.batch is None:
+            return step.handle
+        late = self._find_late_tokens(step.batch, step.late_tokens)
+        return replace(step.handle, logits=self._executable.forward(step.batch, late))
+
+    def _find_late_tokens(
+        self, batch: Batch, late_tokens: Sequence[tuple[int, RequestState]]
+    ) -> LateTokens | None:
+        """Where the device finds them; None if they are known by now, and in the batch."""
+        before = self._sampling
+        if not late_tokens or before is None:
+            for place, state in late_tokens:
+                batch.token_ids[place] = state.output_token_ids[-1]
+            return None
+        row_of = {state.req_id: row for row, state in enumerate(before.handle.sampled)}
+        return LateTokens(
+            places=np.array([place for place, _ in late_tokens]),
+            rows=np.array([row_of[state.req_id] for _, state in late_tokens]),
+            sampled_ids=before.sampling.token_ids,
+        )
+
+    def _prepare(self, output: SchedulerOutput) -> PreparedStep:
+        """Everything about a step but the tokens that are not known yet."""
+        self._batch.update(output)
         if not output.num_scheduled_tokens:
-            return StepHandle()
+            return PreparedStep(output, StepHandle())
         drafts = output.scheduled_spec_decode_tokens
         inputs = self._batch.prepare(output.num_scheduled_tokens, drafts)
-        prompts = _unscored_prompt_tokens(inputs)
+        prompts = unscored_prompt_tokens(inputs)
         last_tokens = inputs.query_start[1:][inputs.is_complete] - 1
         states = list(itertools.compress(inputs.states, inputs.is_complete.tolist()))
         rows = with_drafts(last_tokens, states, drafts)
@@ -247,8 +242,19 @@ class ModelRunner:
         )
         if self._shapes is not None:
             batch = self._shapes.pad(batch, self._shapes.find(batch))
-        logits = self._executable.forward(batch)
-        return StepHandle(logits, states, drafts, prompts, len(batch.token_ids))
+        handle = StepHandle(None, states, drafts, prompts, len(batch.token_ids))
+        return PreparedStep(output, handle, batch, inputs.late_tokens)
+
+    def start_sampling(self, handle: StepHandle, grammar: TokenMask | None = None) -> None:
+        """Have the device do `sample_tokens` as soon as it can; that will wait for it."""
+        self._take_sampling()  # of a step that nobody asked for
+        if handle.logits is None or not self._executable.takes_late_tokens:
+            return
+        rows = sampling_rows(handle.sampled, handle.drafts)
+        arguments = self._sampling_arguments(rows, handle, grammar)
+        sampling = self._sampler.start(handle.logits[: len(rows)], *arguments)
+        if sampling is not None:
+            self._sampling = _StartedSampling(handle, sampling)
 
     def sample_tokens(
         self, handle: StepHandle, grammar: TokenMask | None = None
@@ -261,11 +267,16 @@ class ModelRunner:
         result = ModelRunnerOutput()
         if handle.logits is None:
             return result
-        logits = self._backend.to_host(handle.logits)  # [num_rows, vocab_size]
-        rows = sampling_rows(handle.sampled, handle.drafts)
-        drawn = self._draw(logits[: len(rows)], rows, handle, grammar)
+        drawn = self._take_sampling(handle)
+        if drawn is None:
+            rows = sampling_rows(handle.sampled, handle.drafts)
+            arguments = self._sampling_arguments(rows, handle, grammar)
+            logits = self._backend.to_host(handle.logits)  # [num_rows, vocab_size]
+            drawn = self._sampler.sample(logits[: len(rows)], *arguments)
         report(drawn, handle.sampled, handle.drafts, result)
-        self._score_prompts(logits[len(rows) :], handle.prompts, result)
+        if handle.prompts:
+            logits = self._backend.to_host(handle.logits)
+            self._score_prompts(logits[len(drawn.token_ids) :], handle.prompts, result)
         self.append_tokens(result.appended_token_ids)
         return result
 
@@ -273,18 +284,21 @@ class ModelRunner:
         """Take the tokens of a step: one rank samples, all of them go on from there."""
         self._batch.append_tokens(sampled_token_ids)
 
-    def _draw(
-        self,
-        logits: Any,
-        rows: list[SamplingRow],
-        handle: StepHandle,
-        grammar: TokenMask | None,
-    ) -> SampleResult:
-        """Choose one token per row of `logits` [num_rows, vocab_size]."""
+    def _take_sampling(self, handle: StepHandle | None = None) -> SampleResult | None:
+        """The result that was started for this step, if it was; that of another one is dropped."""
+        started, self._sampling = self._sampling, None
+        if started is None:
+            return None
+        drawn = started.sampling.finish()
+        return drawn if started.handle is handle else None
+
+    def _sampling_arguments(
+        self, rows: list[SamplingRow], handle: StepHandle, grammar: TokenMask | None
+    ) -> tuple[Any, ...]:
+        """What the sampler takes behind the logits."""
         if grammar is None:
-            return self._sampler.sample(logits, rows)
-        grammar_rows = mask_rows(handle.sampled, handle.drafts, grammar)
-        return self._sampler.sample(logits, rows, grammar.bits, grammar_rows)
+            return (rows,)
+        return rows, grammar.bits, mask_rows(handle.sampled, handle.drafts, grammar)
 
     def _score_prompts(
         self, logits: Any, prompts: list[PromptTokens], result: ModelRunnerOutput
@@ -330,23 +344,3 @@ def _repeatable(copies: list[tuple[int, int]]) -> Iterator[list[tuple[int, int]]
         read.add(source)
     if part:
         yield part
-
-
-def _unscored_prompt_tokens(inputs: StepInputs) -> list[PromptTokens]:
-    """What this step adds to the prompt log-probabilities of those who ask for them.
-
-    The logits at position p score the token at p + 1, so the last prompt position is not wanted.
-    """
-    found = []
-    for i, state in enumerate(inputs.states):
-        if state.sampling_params.prompt_logprobs is None:
-            continue
-        computed = int(inputs.num_computed_tokens[i])
-        first = max(computed, state.num_prompt_logprobs)
-        stop = min(int(inputs.seq_lens[i]), len(state.prompt_token_ids) - 1)
-        if first < stop:
-            tokens = np.arange(first, stop) - computed + inputs.query_start[i]
-            found.append(PromptTokens(state, tokens, state.prompt_token_ids[first + 1 : stop + 1]))
-            # Counted here and not when scored: every rank must want the same rows next time.
-            state.num_prompt_logprobs = stop
-    return found

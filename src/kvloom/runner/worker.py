@@ -25,7 +25,8 @@ from kvloom.ops.backend import DeviceMemory
 from kvloom.ops.base import Communicator
 from kvloom.runner.backends import choose_backend
 from kvloom.runner.input_batch import RunnerLimits
-from kvloom.runner.model_runner import ModelRunner, StepHandle
+from kvloom.runner.model_runner import ModelRunner
+from kvloom.runner.step_handle import StepHandle
 from kvloom.step import ModelRunnerOutput, SchedulerOutput
 from kvloom.weights.loader import RowPacking, load_weights
 
@@ -127,6 +128,14 @@ class Worker:
     def warm_up(self) -> int:
         """Run every shape that a step may have; returns how many there are."""
         return self._runner.warm_up()
+
+    def prepare_step(self, output: SchedulerOutput) -> bool:
+        """Get a step ready while the one before it runs; whether it may start meanwhile."""
+        return self._runner.prepare_step(output)
+
+    def start_sampling(self, handle: StepHandle, grammar: Any | None) -> None:
+        """Have a step sampled as soon as its logits are there, if that can be."""
+        self._runner.start_sampling(handle, grammar)
 
     def execute_model(self, output: SchedulerOutput) -> StepHandle:
         """Start one step's forward pass."""

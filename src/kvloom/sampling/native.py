@@ -152,6 +152,29 @@ class NativeSampler:
             grammar: allowed tokens, [*, cdiv(vocab_size, 32)]: bit i % 32 of word i // 32 is i.
             grammar_rows: the row of `grammar` that each request obeys, -1 for none.
         """
+        call = self._call(logits, rows, grammar, grammar_rows)
+        self._sampler.sample(logits, *call.arguments)
+        return call.result(self._vocab_size)
+
+    def start(
+        self,
+        logits: FloatArray,
+        rows: Sequence[SamplingRow],
+        grammar: NDArray[np.uint32] | None = None,
+        grammar_rows: Sequence[int] = (),
+    ) -> NativeSampling:
+        """`sample` behind what the team does now: `logits` need not be there yet."""
+        call = self._call(logits, rows, grammar, grammar_rows)
+        self._sampler.start(logits, *call.arguments)
+        return NativeSampling(self._sampler, call, self._vocab_size)
+
+    def _call(
+        self,
+        logits: FloatArray,
+        rows: Sequence[SamplingRow],
+        grammar: NDArray[np.uint32] | None,
+        grammar_rows: Sequence[int],
+    ) -> _Call:
         if logits.shape != (len(rows), self._vocab_size):
             raise ValueError(f"logits are {logits.shape}, not {(len(rows), self._vocab_size)}")
         encoded = [self._encode(row.params) for row in rows]
@@ -169,8 +192,7 @@ class NativeSampler:
             scores = _Scores(self._native, len(rows), num_top)
         chosen = np.empty((2, len(rows)), np.int32)
         bytes_of_rows = data.reshape(len(rows), _RECORD.itemsize)
-        self._sampler.sample(logits, bytes_of_rows, chosen, edits, scores.native)
-        return _result(chosen, num_logprobs, scores, self._vocab_size)
+        return _Call(bytes_of_rows, chosen, edits, scores, num_logprobs)
 
     def prompt_logprobs(
         self, logits: FloatArray, next_token_ids: Sequence[int], num_top: int
@@ -236,6 +258,59 @@ class _Scores:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """The arrays of one call of the library.
+
+    Attributes:
+        records: uint8 [num_rows, bytes of a record].
+        chosen: int32 [2, num_rows]: token ids, then statuses.
+        num_logprobs: most likely tokens to report of each row; -1: nothing.
+    """
+
+    records: NDArray[np.uint8]
+    chosen: NDArray[np.int32]
+    edits: Any
+    scores: _Scores
+    num_logprobs: list[int]
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """What the library takes behind the logits."""
+        return self.records, self.chosen, self.edits, self.scores.native
+
+    def result(self, vocab_size: int) -> SampleResult:
+        """What the library wrote."""
+        token_ids, statuses = self.chosen.tolist()
+        result = SampleResult(token_ids=token_ids, logprobs=[None] * len(token_ids))
+        wanted = self.num_logprobs
+        if any(statuses):
+            result.errors = {i: _REASONS[status] for i, status in enumerate(statuses) if status}
+            wanted = [
+                -1 if status else count for status, count in zip(statuses, wanted, strict=True)
+            ]
+        if max(wanted, default=-1) >= 0:
+            result.logprobs = self.scores.of_rows(token_ids, wanted, vocab_size)
+        return result
+
+
+class NativeSampling:
+    """A call that was started.
+
+    Attributes:
+        token_ids: int32 [num_rows], once it is done.
+    """
+
+    def __init__(self, sampler: Any, call: _Call, vocab_size: int) -> None:
+        self.token_ids = call.chosen[0]
+        self._sampler, self._call, self._vocab_size = sampler, call, vocab_size
+
+    def finish(self) -> SampleResult:
+        """Wait for it."""
+        self._sampler.finish()
+        return self._call.result(self._vocab_size)
+
+
 def _encode(params: ResolvedSamplingParams) -> _Encoded:
     record = np.zeros((), _RECORD)
     for name in _COPIED:
@@ -266,19 +341,3 @@ def _fill(
     if adjusted:
         records["spans"][adjusted] = [edits.add(rows[i]) for i in adjusted]
     return edits
-
-
-def _result(
-    chosen: NDArray[np.int32], num_logprobs: list[int], scores: _Scores, vocab_size: int
-) -> SampleResult:
-    token_ids, statuses = chosen.tolist()
-    result = SampleResult(token_ids=token_ids, logprobs=[None] * len(token_ids))
-    wanted = num_logprobs  # -1 where there is nothing to report
-    if any(statuses):
-        result.errors = {i: _REASONS[status] for i, status in enumerate(statuses) if status}
-        wanted = [
-            -1 if status else count for status, count in zip(statuses, num_logprobs, strict=True)
-        ]
-    if max(wanted, default=-1) >= 0:
-        result.logprobs = scores.of_rows(token_ids, wanted, vocab_size)
-    return result

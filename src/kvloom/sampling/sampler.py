@@ -86,6 +86,9 @@ class Sampler:
             )
         return result
 
+    def start(self, *_: object) -> None:
+        """It samples finished logits alone: `sample`."""
+
     def prompt_logprobs(
         self, logits: FloatArray, next_token_ids: Sequence[int], num_top: int
     ) -> list[TokenLogprobs]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvloom.request import Request
@@ -56,15 +56,23 @@ class StepsInFlight:
         return any(r.req_id == req_id for step in self._steps for r in step.ended)
 
     def may_run_ahead(self, request: Request) -> bool:
-        """Whether the token that the step in flight samples may be computed: others will follow.
-
-        Not where a grammar must know it first, to tell what may follow.
-        """
+        """Whether the token that the step in flight samples may be computed: others will follow."""
         num_tokens = request.num_tokens + 1
-        params = request.sampling_params
         return (
             self._runs_ahead
-            and params.structured_outputs is None
+            and request.runs_ahead
             and num_tokens < self._max_model_len
-            and num_tokens - request.num_prompt_tokens < params.max_tokens
+            and num_tokens - request.num_prompt_tokens < request.sampling_params.max_tokens
+        )
+
+    def may_follow(self, running: Iterable[Request]) -> bool:
+        """Whether another step may follow: one that runs, and one that is made ready meanwhile.
+
+        Not if one of those that run could not be in it: that would get less than its turn. Nor if
+        none of them would be: those that wait can enter once the last one is updated.
+        """
+        if len(self._steps) != 1 or not self._runs_ahead:
+            return not self._steps
+        return all(r.runs_ahead for r in running) and any(
+            r.num_computed_tokens < r.num_tokens or self.may_run_ahead(r) for r in running
         )

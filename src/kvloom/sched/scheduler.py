@@ -41,8 +41,7 @@ class Scheduler:
     one in the order gives way to nobody, and whoever entered fits alone.
 
     With asynchronous stepping a step may be scheduled before the one before it is updated. Then a
-    request may run one token ahead: the token that the step in flight will sample is computed in
-    its place, unless it is known to be the last one.
+    request may run one token ahead, unless the token in flight is known to be the last one.
     """
 
     def __init__(
@@ -101,6 +100,11 @@ class Scheduler:
             0 if drafts is None else drafts.num_draft_tokens,
             0 if drafts is None else drafts.num_accepted_tokens,
         )
+
+    @property
+    def may_schedule(self) -> bool:
+        """Whether the next step is to be scheduled now, or once the last one is updated."""
+        return self._in_flight.may_follow(self._running)
 
     def has_unfinished_requests(self) -> bool:
         """Whether another step has anything to do; finished ids or failures may be left to tell."""

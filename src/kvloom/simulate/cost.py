@@ -14,7 +14,7 @@ class CostModel(Protocol):
     """What stands in for the model runner."""
 
     def step_seconds(self, step: StepShape) -> float:
-        """How long a step of this shape takes."""
+        """How long a step of this shape takes; one without tokens does not run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,8 @@ class RooflineCost:
     def step_seconds(self, step: StepShape) -> float:
         """See the class."""
         num_tokens, num_rows = step.num_tokens, step.num_rows
+        if not num_tokens:
+            return 0.0
         return (
             self.efficiency.step_seconds
             + self._matrix_seconds(num_tokens, num_rows)

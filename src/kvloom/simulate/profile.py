@@ -101,7 +101,7 @@ class MeasuredCost:
         """See the class."""
         num_tokens, num_requests = step.num_tokens, len(step.chunks)
         if not num_tokens:
-            return self.profile.chunk_seconds[0][1]
+            return 0.0
         if num_tokens == num_requests:
             seconds = self._plain_decode(num_requests)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 from kvloom.errors import RequestError
@@ -64,6 +65,12 @@ class LiveRequest:
         return self.output_token_ids[self.request.num_output_tokens]
 
 
+@dataclass(frozen=True, slots=True)
+class _Step:
+    output: SchedulerOutput
+    sampled: list[LiveRequest]
+
+
 class Replica:
     """Requests in, records out, one step at a time.
 
@@ -79,10 +86,9 @@ class Replica:
         self.live: dict[str, LiveRequest] = {}
         self.num_steps = 0
         self.busy_seconds = 0.0
-        self._output: SchedulerOutput | None = None  # the step in flight, or the last one
+        self._steps: deque[_Step] = deque()  # scheduled and not ended
         self._last_end: float | None = None  # of a step
         self._cost = cost
-        self._sampled: list[LiveRequest] = []  # by the step in flight
         self._manager = KVCacheManager(
             engine.plan.configs[0], engine.limits, engine.config.cache.has_prefix_cache, events
         )
@@ -143,22 +149,26 @@ class Replica:
         return True
 
     def begin_step(self, now: float) -> float:
-        """Schedule a step; when it will end."""
-        output = self._output = self._scheduler.schedule()
-        self._note_samples(output, now)
+        """Begin the step that is next, and schedule those that the engine would; when it ends."""
+        while self._scheduler.may_schedule:
+            output = self._scheduler.schedule()
+            self._steps.append(_Step(output, self._find_sampled(output)))
+        step = self._steps[0]
+        for new in step.output.scheduled_new_reqs:
+            self.live[new.req_id].record.started = now
         is_after_idle = self._last_end != now  # else this step follows the last one at once
-        step = StepShape(_chunks(output), len(self._sampled), is_after_idle)
-        seconds = self._cost.step_seconds(step)
+        shape = StepShape(_chunks(step.output), len(step.sampled), is_after_idle)
+        seconds = self._cost.step_seconds(shape)
         self.num_steps += 1
         self.busy_seconds += seconds
         return now + seconds
 
     def end_step(self, now: float) -> list[RequestRecord]:
         """Hand the step's tokens to the scheduler; the records of requests that ended."""
-        assert self._output is not None
         self._last_end = now
-        sampled = {live.request.req_id: [live.next_token_id()] for live in self._sampled}
-        events = self._scheduler.update(self._output, ModelRunnerOutput(sampled))
+        step = self._steps.popleft()
+        sampled = {live.request.req_id: [live.next_token_id()] for live in step.sampled}
+        events = self._scheduler.update(step.output, ModelRunnerOutput(sampled))
         ended = []
         for event in events:
             record = self.live[event.req_id].record
@@ -172,16 +182,14 @@ class Replica:
                 record.num_cached_tokens = request.num_cached_tokens
                 record.num_preemptions = request.num_preemptions
                 ended.append(record)
+        while self._steps and not self.has_work:  # it was scheduled for nobody
+            self._scheduler.update(self._steps.popleft().output, ModelRunnerOutput())
         return ended
 
-    def _note_samples(self, output: SchedulerOutput, now: float) -> None:
-        for new in output.scheduled_new_reqs:
-            self.live[new.req_id].record.started = now
-        self._sampled = sampled = []
-        for req_id in output.num_scheduled_tokens:
-            live = self.live[req_id]
-            if live.request.num_computed_tokens == len(live.request.token_ids):
-                sampled.append(live)
+    def _find_sampled(self, output: SchedulerOutput) -> list[LiveRequest]:
+        """Those that the step gives a token: all that they have before it are computed."""
+        lives = [self.live[req_id] for req_id in output.num_scheduled_tokens]
+        return [one for one in lives if one.request.num_computed_tokens >= one.request.num_tokens]
 
 
 def _chunks(output: SchedulerOutput) -> list[Chunk]:

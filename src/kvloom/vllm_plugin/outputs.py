@@ -14,7 +14,7 @@ from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 from vllm.v1.outputs import ModelRunnerOutput as VllmOutput
 
 from kvloom.runner.input_batch import RequestState
-from kvloom.runner.model_runner import StepHandle
+from kvloom.runner.step_handle import StepHandle
 from kvloom.step import ModelRunnerOutput, TokenLogprobs, TokenMask
 from kvloom.vllm_plugin.steps import KnownRequest
 
