@@ -105,6 +105,7 @@ class ShadowExecutable:
     model: ShadowModel
     counts: Counts
     activation_bytes: int = 0
+    computes_meanwhile: bool = False
     takes_late_tokens: bool = False
     ids: dict[str, int] = field(default_factory=dict)
 

@@ -118,7 +118,8 @@ class SchedulerConfig:
         max_num_bypasses: how often the head of the waiting queue may be passed by smaller requests
             before everybody waits for it.
         has_async_stepping: whether a step is scheduled while the one before it runs, where nobody
-            in it must know that one's tokens first.
+            in it must know that one's tokens first; "auto": where the backend computes meanwhile.
+            Elsewhere the tokens of a step would only come later: behind the next one.
         prefill_segment: most tokens of one request in a step; "auto" is what the device's static
             shapes say, or else as many as the budget holds.
     """
@@ -126,7 +127,7 @@ class SchedulerConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     max_num_bypasses: int = 16
-    has_async_stepping: bool = True
+    has_async_stepping: bool | Auto = AUTO
     prefill_segment: int | Auto = AUTO
 
     def __post_init__(self) -> None:
@@ -138,6 +139,12 @@ class SchedulerConfig:
             raise ConfigError(f"max_num_bypasses is {self.max_num_bypasses}; give 0 or more")
         if self.prefill_segment != AUTO and self.prefill_segment < 1:
             raise ConfigError(f"prefill_segment is {self.prefill_segment}; give at least 1")
+
+    def resolve(self, computes_meanwhile: bool) -> SchedulerConfig:
+        """For an engine whose steps are computed while its caller goes on, or are not."""
+        if self.has_async_stepping != AUTO:
+            return self
+        return replace(self, has_async_stepping=computes_meanwhile)
 
     @property
     def max_num_tokens_per_req(self) -> int:

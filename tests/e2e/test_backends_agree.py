@@ -24,13 +24,13 @@ FAMILIES = {
 }
 HEAD_SIZES = {"head_dim": 16, "global_head_dim": 16}  # what the native kernels take
 LATENT = {"kv_lora_rank": 32, "qk_rope_head_dim": 16}
-# What an engine may do: wait for room and compute again, guess, pad its steps, wait for each.
+# What an engine may do: wait for room and compute again, guess, pad its steps, schedule ahead.
 ENGINES: dict[str, dict[str, Any]] = {
     "plain": {"num_blocks": 100},
     "tight": {"max_num_batched_tokens": 16},
     "drafts": {"num_blocks": 100, "num_draft_tokens": 3},
     "static": {"num_blocks": 100, "has_static_shapes": True, "max_num_batched_tokens": 24},
-    "in turn": {"num_blocks": 100, "has_async_stepping": False, "max_num_batched_tokens": 24},
+    "ahead": {"num_blocks": 100, "has_async_stepping": True, "max_num_batched_tokens": 24},
 }
 PROMPTS = [[7, 8, 9] * 9, list(range(20, 50)), [1], list(range(20, 40)) + [3] * 12]
 

@@ -29,7 +29,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "no prefix cache": {"block_size": 4, "num_blocks": 600, "has_prefix_cache": False},
     "chunks": {"block_size": 4, "num_blocks": 600, "max_num_batched_tokens": 7},
     "few seats": {"block_size": 4, "num_blocks": 600, "max_num_seqs": 3},
-    "in turn": {"block_size": 4, "num_blocks": 600, "has_async_stepping": False},
+    "ahead": {"block_size": 4, "num_blocks": 600, "has_async_stepping": True},
     "drafts": {"block_size": 4, "num_blocks": 600, "num_draft_tokens": 3},
     "two ranks": {"block_size": 4, "num_blocks": 600, "tensor_parallel_size": 2},
 }

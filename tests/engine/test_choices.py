@@ -32,7 +32,7 @@ POOLS: dict[str, dict[str, Any]] = {
     "no prefix cache": {"has_prefix_cache": False},
     "tight": {"is_tight": True},
     "tight, no prefix cache": {"is_tight": True, "has_prefix_cache": False},
-    "in turn": {"has_async_stepping": False},
+    "ahead": {"has_async_stepping": True},
     "drafts": {"num_draft_tokens": 3},
     "two ranks": {"tensor_parallel_size": 2},
 }

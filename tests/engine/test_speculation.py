@@ -104,7 +104,7 @@ def blocks_for(options: dict[str, Any], num_requests: float) -> int:
         (None, {}),
         (2.5, {}),
         (2.5, {"has_prefix_cache": False}),
-        (2.5, {"has_async_stepping": False}),
+        (2.5, {"has_async_stepping": True}),
     ],
 )
 def test_texts_are_those_without_drafts(

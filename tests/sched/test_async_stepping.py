@@ -190,3 +190,48 @@ def test_steps_are_updated_in_order(ahead):
     second = s.schedule()
     with pytest.raises(AssertionError, match="order"):
         s.scheduler.update(second, None)
+
+
+def test_one_step_runs_and_one_is_made_ready(ahead):
+    s = ahead()
+    s.add("r", range(6), max_tokens=9)
+    assert s.scheduler.may_schedule
+    first = s.schedule()
+    assert s.scheduler.may_schedule
+    s.schedule()
+    assert not s.scheduler.may_schedule
+    s.update(first, sampled_token_ids={"r": [7]})
+    assert s.scheduler.may_schedule
+
+
+def test_no_step_is_scheduled_ahead_for_nobody(ahead):
+    """The only token left is in flight: whoever waits enters once its seat is free."""
+    s = ahead(max_num_seqs=1)
+    s.add("r", range(6), max_tokens=1)
+    s.add("next", range(3), max_tokens=1)
+    first = s.schedule()
+    assert not s.scheduler.may_schedule
+    s.update(first, sampled_token_ids={"r": [7]})
+    assert s.schedule().num_scheduled_tokens == {"next": 3}
+
+
+def test_nobody_runs_ahead_of_one_that_cannot(ahead):
+    """It would be in every other step, and the others in all of them."""
+    s = ahead()
+    s.add("r", range(6), max_tokens=9)
+    s.add("beam", range(3), max_tokens=9).runs_ahead = False
+    first = s.schedule()
+    assert not s.scheduler.may_schedule
+    s.update(first, sampled_token_ids={"r": [7], "beam": [8]})
+    assert s.schedule().num_scheduled_tokens == {"r": 1, "beam": 1}
+    s.scheduler.finish_requests(["beam"], RequestStatus.FINISHED_ABORT)
+    assert s.scheduler.may_schedule
+
+
+def test_steps_in_turn_are_scheduled_when_the_last_one_is_updated(setup):
+    s = setup(has_async_stepping=False)
+    s.add("r", range(6), max_tokens=9)
+    first = s.schedule()
+    assert not s.scheduler.may_schedule
+    s.update(first, sampled_token_ids={"r": [7]})
+    assert s.scheduler.may_schedule

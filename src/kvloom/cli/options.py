@@ -181,6 +181,7 @@ _STEP_ARGUMENTS: _Arguments = (
         {
             "dest": "has_async_stepping",
             "action": "store_false",
+            "default": _SCHEDULER.has_async_stepping,
             "help": "schedule a step only when the one before it has ended",
         },
     ),

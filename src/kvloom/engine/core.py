@@ -88,8 +88,9 @@ class EngineCore:
         )
         self._grammars = GrammarStates(tokenizer, self.executor.vocab_size)
         speculation = make_speculation(config.speculative, self.max_model_len)
+        steps = config.scheduler.resolve(self.executor.computes_meanwhile)
         self.scheduler = Scheduler(
-            config.scheduler, self.manager, self.max_model_len, log, speculation, self._grammars
+            steps, self.manager, self.max_model_len, log, speculation, self._grammars
         )
         self._device = Device(self.executor, self._grammars.token_mask)
         self._in_flight: deque[_StepInFlight] = deque()

@@ -71,9 +71,11 @@ class Executable(Protocol):
 
     Attributes:
         activation_bytes: memory it needs beyond weights and KV; None if that must be measured.
+        computes_meanwhile: whether `forward` returns before it has computed.
         takes_late_tokens: whether `forward` may be called while the step before still runs.
     """
 
+    computes_meanwhile: bool
     takes_late_tokens: bool
 
     @property

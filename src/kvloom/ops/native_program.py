@@ -51,7 +51,7 @@ class NativeProgram:
         self._program: Any = None
         self._logits: dict[int, Array] = {}  # views of its result, by their number of rows
         self._lowering: Any = None
-        self.takes_late_tokens = not self._collectives
+        self.computes_meanwhile = self.takes_late_tokens = not self._collectives
         self._check_operations()
 
     @property

@@ -39,6 +39,7 @@ class TorchExecutable(EagerExecutable):
     ) -> None:
         super().__init__(model, lambda batch: backend.ops(batch, communicator))
         self._device = backend.device
+        self.computes_meanwhile = torch.device(backend.device).type != "cpu"
 
     def forward(self, batch: Batch, late_tokens: LateTokens | None = None) -> Any:
         """The model's logits."""

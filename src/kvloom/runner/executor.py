@@ -81,6 +81,11 @@ class InProcessExecutor:
         """Run every shape that a step may have on all ranks; returns how many there are."""
         return self._run(lambda worker: worker.warm_up())[0]
 
+    @property
+    def computes_meanwhile(self) -> bool:
+        """Whether `execute_model` returns before it has computed; ranks wait for each other."""
+        return len(self._workers) == 1 and self._workers[0].computes_meanwhile
+
     def prepare_step(self, output: SchedulerOutput) -> bool:
         """Get a step ready while the one before it runs.
 

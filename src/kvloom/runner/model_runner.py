@@ -174,6 +174,11 @@ class ModelRunner:
 
     # --- run --------------------------------------------------------------------------------
 
+    @property
+    def computes_meanwhile(self) -> bool:
+        """Whether `execute_model` returns before it has computed."""
+        return self._executable.computes_meanwhile
+
     def prepare_step(self, output: SchedulerOutput) -> bool:
         """Do what `execute_model` of this step begins with, while the step before it still runs.
 

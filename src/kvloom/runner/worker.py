@@ -129,6 +129,11 @@ class Worker:
         """Run every shape that a step may have; returns how many there are."""
         return self._runner.warm_up()
 
+    @property
+    def computes_meanwhile(self) -> bool:
+        """Whether `execute_model` returns before it has computed."""
+        return self._runner.computes_meanwhile
+
     def prepare_step(self, output: SchedulerOutput) -> bool:
         """Get a step ready while the one before it runs; whether it may start meanwhile."""
         return self._runner.prepare_step(output)

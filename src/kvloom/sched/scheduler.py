@@ -63,7 +63,7 @@ class Scheduler:
         self._waiting = RequestQueue()  # without blocks: new, or preempted
         self._running = RequestQueue()  # with blocks
         # Drafts are proposed behind tokens that are known.
-        runs_ahead = config.has_async_stepping and speculation is None
+        runs_ahead = bool(config.has_async_stepping) and speculation is None
         self._in_flight = StepsInFlight(max_model_len, runs_ahead)
         self._forks = Forks(kv_cache_manager)
         self._grammars = GrammarDesk(grammars)  # those whose grammar is being compiled

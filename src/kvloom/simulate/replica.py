@@ -93,7 +93,9 @@ class Replica:
             engine.plan.configs[0], engine.limits, engine.config.cache.has_prefix_cache, events
         )
         max_model_len = engine.plan.max_model_len
-        self._scheduler = Scheduler(engine.config.scheduler, self._manager, max_model_len, events)
+        # Ranks wait for each other, as the engine's do.
+        steps = engine.config.scheduler.resolve(engine.config.parallel.tensor_parallel_size == 1)
+        self._scheduler = Scheduler(steps, self._manager, max_model_len, events)
 
     # --- what routing and reports ask -------------------------------------------------------
 
