@@ -168,19 +168,22 @@ class TokenSampler {
   }
 
   // sample(), behind what the team has begun: it may be called before the logits are there.
-  // Returns at once; finish() waits for it, and lets go of the arrays.
+  // Returns at once; finish() waits for it, and lets go of the arrays. One that nobody finished is
+  // finished first.
   void start(const Logits& logits, const In<uint8_t, 2>& records, const Out<int32_t, 2>& chosen,
              const Edits& edits, const Scores& scores) {
-    check(!started_, "finish what was started first");
+    finish();
     auto next = std::make_unique<Started>(Started{this, logits, chosen, edits, scores});
     next->rows = copy_rows(records);
-    next->args = checked_args(logits, next->rows, chosen, edits, scores);
+    // Of what it holds itself: the caller may drop his.
+    next->args = checked_args(next->logits, next->rows, next->chosen, next->edits, next->scores);
+    next->ticket = team_.begin(*next);
     started_ = std::move(next);
-    started_->ticket = team_.begin(*started_);
   }
 
+  // Nothing happens if nothing was started, or if it has been finished.
   void finish() {
-    check(started_ != nullptr, "nothing was started");
+    if (started_ == nullptr) return;
     const uint32_t ticket = started_->ticket;
     {
       nb::gil_scoped_release release;

@@ -114,6 +114,7 @@ class ProgramBuilder {
 
   // Returns the index that layers name it by. `group` is that of the KV cache.
   int attention_group(int group, const GroupShape& shape, int64_t num_blocks) {
+    check_open();
     const AttentionShape heads = checked_heads(shape);
     check(num_blocks >= 1 && num_blocks <= INT32_MAX, "attention: num_blocks is out of range");
     check(group >= 0 && group <= static_cast<int>(groups_.size()), "attention: groups in order");
@@ -158,10 +159,14 @@ class ProgramBuilder {
     add<AttendInstruction>(group, storage_of(memory, group), scoring, q_slot, out.slot);
   }
 
-  void end_segment() { program_->end_segment(); }
+  void end_segment() {
+    check_open();
+    program_->end_segment();
+  }
 
   // After the last instruction.
   void finish() {
+    check_open();
     program_->finish();
     const StepLimits limits{sizes_.max_num_tokens, sizes_.max_num_rows, sizes_.max_num_requests,
                             max_position()};
@@ -212,7 +217,7 @@ class ProgramBuilder {
 
   template <class T, class... Arguments>
   void add(Arguments&&... arguments) {
-    check(steps_[0].checked == nullptr, "the program is finished");
+    check_open();
     program_->add(
         std::unique_ptr<Instruction>(std::make_unique<T>(std::forward<Arguments>(arguments)...)));
   }
@@ -265,6 +270,9 @@ class ProgramBuilder {
     Program::Run run;
     uint32_t ticket = 0;
   };
+
+  // Once there are steps, nothing is added that they know nothing of.
+  void check_open() const { check(steps_[0].checked == nullptr, "the program is finished"); }
 
   // Where the next step is put: the one before the last, which nobody may read any more.
   StartedStep& next_step() {

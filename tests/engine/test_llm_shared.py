@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,4 +68,38 @@ def test_bad_words_without_a_row_in_the_model_harm_nobody(tmp_path: Path) -> Non
     params = SamplingParams(temperature=0.0, max_tokens=5, bad_words=("\u2603\u2603",))
     [output] = llm.generate("abc", params)
     assert output.outputs[0].error is None
+    llm.shutdown()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_stream_that_is_collected_within_a_step_is_forgotten_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int
+) -> None:
+    """On whichever thread that is: one that waits for another's lock would wait for ever."""
+    llm = LLM(
+        model=str(make_tiny_folder(tmp_path)),
+        num_blocks=100,
+        backend="reference",
+        tensor_parallel_size=num_ranks,
+    )
+    expected = llm.generate("one", PARAMS)[0].outputs[0].text
+    worker = llm._core.executor._workers[-1]
+    execute, streams = worker.execute_model, []
+
+    def collect(output: Any) -> Any:
+        streams.clear()
+        return execute(output)
+
+    monkeypatch.setattr(worker, "execute_model", collect)
+    kept = llm.stream("two", PARAMS)
+    next(kept)
+    long = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+    dropped = llm.stream("three", long)
+    next(dropped)
+    streams.append(dropped)
+    del dropped  # the next step of that worker has the last reference
+    assert llm.generate("one", PARAMS)[0].outputs[0].text == expected
+    assert "".join(delta.text for delta in kept)
+    assert llm.stats.scheduler.num_running == 0
+    assert llm.stats.cache.num_used_blocks == 0
     llm.shutdown()

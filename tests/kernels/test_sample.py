@@ -1,6 +1,7 @@
 """The native sampler chooses the very tokens that the numpy sampler does, for the same reasons."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -399,16 +400,28 @@ def test_a_call_that_was_started_ends_as_one_that_was_waited_for(native, team):
         assert started.token_ids.tolist() == expected.token_ids
 
 
-def test_one_call_is_started_at_a_time(native, team):
-    sampler, logits = NativeSampler(native, team, 50), np.zeros((1, 50), np.float32)
-    started = sampler.start(logits, [make_row(temperature=0.0)])
-    with pytest.raises(ValueError, match="finish what was started"):
-        sampler.start(logits, [make_row()])
-    assert started.finish().token_ids == [0]
-    with pytest.raises(ValueError, match="nothing was started"):
-        started.finish()
+def test_a_call_that_nobody_finished_is_finished_by_the_next(native, team):
+    sampler, logits = NativeSampler(native, team, 50), np.zeros((2, 50), np.float32)
+    logits[0, 7] = logits[1, 9] = 1.0
+    rows = [make_row(temperature=0.0)]
+    first, second = (sampler.start(logits[i : i + 1], rows) for i in range(2))
+    assert first.token_ids.tolist() == [7]
+    assert [one.finish().token_ids for one in (second, first, second)] == [[9], [7], [9]]
+    sampler.start(logits[:1], rows)
     del sampler  # also with a call that nobody finished
-    NativeSampler(native, team, 50).start(logits, [make_row()])
+
+
+def test_a_call_holds_what_it_reads(native, team):
+    """The ids of the caller are gone when the call comes to them."""
+    sampler = NativeSampler(native, team, 50)
+    rows = [make_row(temperature=0.0, logit_bias={3: 5.0}, repetition_penalty=1.5)] * 64
+    logits = np.zeros((64, 50), np.float32)
+    for _ in range(20):
+        started = sampler.start(logits, rows)
+        started._call = replace(started._call, edits=None)
+        junk = [np.full(64, 10**9, np.int32) for _ in range(50)]
+        assert started.finish().token_ids == [3] * 64
+        del junk
 
 
 def test_ids_stay_as_they_were_checked(native, team):

@@ -194,6 +194,34 @@ HOSTILE: list[tuple[str, Callable[[np.ndarray], Any]]] = [
 ]
 
 
+def test_a_finished_program_takes_nothing_more():
+    """Steps know what there was when it was finished."""
+    backend = make_backend()
+    kernels = backend.kernels
+    sizes = kernels.ProgramSizes(
+        max_num_tokens=8, max_num_rows=8, max_num_requests=2, max_model_len=64
+    )
+    program = kernels.Program(backend.team, sizes, [kernels.SlotSpec(False, 128)])
+    program.finish()
+    shape = kernels.GroupShape(
+        kv_format="f32",
+        block_size=16,
+        num_heads=1,
+        num_kv_heads=1,
+        head_size=16,
+        head_size_v=16,
+    )
+    operand = kernels.Operand(0, False, 32)
+    for call in (
+        program.finish,
+        program.end_segment,
+        lambda: program.attention_group(0, shape, 4),
+        lambda: program.map_number("add", operand, 1.0, operand),
+    ):
+        with pytest.raises(ValueError, match="the program is finished"):
+            call()
+
+
 @pytest.mark.parametrize(("name", "change"), HOSTILE)
 def test_hostile_metadata_is_an_error(name: str, change: Callable[[np.ndarray], Any]) -> None:
     runner = NativeRunner(LONG, make_backend())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
@@ -94,6 +95,8 @@ class EngineCore:
         )
         self._device = Device(self.executor, self._grammars.token_mask)
         self._in_flight: deque[_StepInFlight] = deque()
+        # A step that runs when Python ends would keep what it holds beyond its modules.
+        weakref.finalize(self, self._in_flight.clear)
         self._last_end = 0.0  # of a step
 
     def _plan_kv_cache(self) -> KVCachePlan:

@@ -7,10 +7,12 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
 from kvloom.config import EngineConfig
 from kvloom.engine.beam_search import BeamOptions, BeamSearch, BeamSearchOutput
+from kvloom.engine.core import EngineCore
 from kvloom.engine.inputs import (
     Message,
     Params,
@@ -62,6 +64,8 @@ class LLM:
         self._running: dict[str, _EventTaker] = {}
         # Threads may share an LLM: whoever steps, steps for all.
         self._lock = threading.RLock()
+        self._depth = 0  # how often the thread that has the lock is within `_engine`
+        self._released: deque[Generation] = deque()  # still to be forgotten
 
     @property
     def stats(self) -> EngineStats:
@@ -232,26 +236,37 @@ class LLM:
         req_ids = [self._next_id() for _ in range(params.n)]
         return self._inputs.make_requests(req_ids, prompt, params, priority=priority)
 
+    @contextmanager
+    def _engine(self) -> Iterator[EngineCore]:
+        """The engine, for this thread alone."""
+        with self._lock:
+            self._depth += 1
+            try:
+                yield self._core
+            finally:
+                self._depth -= 1
+        self._forget_released()
+
     def _submit(self, generation: Generation, requests: list[Request]) -> None:
         """Queue requests whose generation `_release` will hear of, whatever happens meanwhile."""
-        with self._lock:
+        with self._engine() as core:
             self._running.update(dict.fromkeys(generation.req_ids, generation))
-            self._core.add_requests(requests)
+            core.add_requests(requests)
 
     def _step(self) -> None:
         """Run one step and hand its events out. Ctrl-C must wait until that is done."""
-        with self._lock:
-            for event in self._core.step():
+        with self._engine() as core:
+            for event in core.step():
                 generation = self._running.get(event.req_id)
                 if generation is None:
                     continue  # aborted while the step ran
                 stop_string = generation.push(event)
                 if stop_string is not None:
-                    self._core.stop(event.req_id, stop_string)
+                    core.stop(event.req_id, stop_string)
 
     def _step_beams(self, searches: Sequence[BeamSearch]) -> None:
         """Run one step, and let the beams branch that have had theirs before they get another."""
-        with self._lock, deferred_interrupt():
+        with self._engine(), deferred_interrupt():
             self._step()
             for search in searches:
                 old_req_ids = search.req_ids
@@ -261,13 +276,13 @@ class LLM:
                     self._drop_beams(old_req_ids)
 
     def _add_beams(self, search: BeamSearch, requests: list[Request]) -> None:
-        with self._lock:
+        with self._engine() as core:
             self._running.update(dict.fromkeys(search.req_ids, search))
-            self._core.add_requests(requests)
+            core.add_requests(requests)
 
     def _drop_beams(self, req_ids: Sequence[str]) -> None:
-        with self._lock:
-            self._core.abort(req_ids)
+        with self._engine() as core:
+            core.abort(req_ids)
             for req_id in req_ids:
                 self._running.pop(req_id, None)
 
@@ -275,9 +290,25 @@ class LLM:
         return str(next(self._ids))
 
     def _release(self, generations: Sequence[Generation]) -> None:
-        """Forget generations; what still runs (an interrupt, a closed stream) is aborted."""
-        with self._lock:
-            for generation in generations:
-                self._core.abort(generation.unfinished_req_ids)
-                for req_id in generation.req_ids:
-                    self._running.pop(req_id, None)
+        """Forget generations; what still runs (an interrupt, a closed stream) is aborted.
+
+        A stream that nobody closed is closed wherever Python collects it: within a step, too, or on
+        another thread than the one that waits for a step. Then it is forgotten behind that step.
+        """
+        self._released.extend(generations)
+        self._forget_released()
+
+    def _forget_released(self) -> None:
+        # Whoever has the lock looks again once it has let go of it.
+        while self._released and self._lock.acquire(blocking=False):
+            try:
+                if self._depth:
+                    return
+                with self._engine() as core:
+                    while self._released:
+                        generation = self._released.popleft()
+                        core.abort(generation.unfinished_req_ids)
+                        for req_id in generation.req_ids:
+                            self._running.pop(req_id, None)
+            finally:
+                self._lock.release()

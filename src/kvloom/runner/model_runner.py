@@ -291,10 +291,11 @@ class ModelRunner:
 
     def _take_sampling(self, handle: StepHandle | None = None) -> SampleResult | None:
         """The result that was started for this step, if it was; that of another one is dropped."""
-        started, self._sampling = self._sampling, None
+        started = self._sampling
         if started is None:
             return None
         drawn = started.sampling.finish()
+        self._sampling = None  # not before: it would be begun again
         return drawn if started.handle is handle else None
 
     def _sampling_arguments(
