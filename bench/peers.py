@@ -93,8 +93,8 @@ class Bench:
             engine=engine.name,
             seconds=seconds,
             read_bytes_per_s=(before.read_bytes_per_s + after.read_bytes_per_s) / 2,
-            bf16_flop_per_s=fmean(one.peaks.bf16_flop_per_s for one in (before, after)),
-            int8_op_per_s=fmean(one.peaks.int8_op_per_s for one in (before, after)),
+            bf16_flop_per_s=fmean(one.peaks.bf16 for one in (before, after)),
+            int8_op_per_s=fmean(one.peaks.int8 for one in (before, after)),
             foreign_share=max(0.0, foreign) / (seconds * self.num_threads),
         )
 

@@ -9,17 +9,11 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from peers_cells import OpsPerSecond
+
 SOURCE = Path(__file__).with_suffix(".c")
 READ_SECONDS = 0.3
 PEAK_SECONDS = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class Peaks:
-    """Operations per second of `num_threads` threads; 0 where the processor lacks them."""
-
-    bf16_flop_per_s: float
-    int8_op_per_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +21,7 @@ class Rates:
     """All of it: bytes read from memory, and the arithmetic's peaks."""
 
     read_bytes_per_s: float
-    peaks: Peaks
+    peaks: OpsPerSecond
 
 
 class Probe:
@@ -55,9 +49,9 @@ class Probe:
         """One after another."""
         return Rates(self.read_bytes_per_s(), self.peaks())
 
-    def peaks(self) -> Peaks:
-        """Dot products that touch no memory."""
-        return Peaks(
+    def peaks(self) -> OpsPerSecond:
+        """Dot products that touch no memory; 0 where the processor lacks them."""
+        return OpsPerSecond(
             float(self._library.probe_bf16_flop_per_s(self._num_threads, PEAK_SECONDS)),
             float(self._library.probe_int8_op_per_s(self._num_threads, PEAK_SECONDS)),
         )
@@ -70,8 +64,8 @@ def main() -> None:
         peaks = probe.peaks()
         print(
             f"read {probe.read_bytes_per_s() / 1e9:.1f} GB/s, "
-            f"bf16 {peaks.bf16_flop_per_s / 1e9:.0f} GFLOP/s, "
-            f"int8 {peaks.int8_op_per_s / 1e9:.0f} GOP/s"
+            f"bf16 {peaks.bf16 / 1e9:.0f} GFLOP/s, "
+            f"int8 {peaks.int8 / 1e9:.0f} GOP/s"
         )
 
 

@@ -83,8 +83,8 @@ class InProcessExecutor:
 
     @property
     def computes_meanwhile(self) -> bool:
-        """Whether `execute_model` returns before it has computed; ranks wait for each other."""
-        return len(self._workers) == 1 and self._workers[0].computes_meanwhile
+        """Whether `execute_model` returns before it has computed."""
+        return self._workers[0].computes_meanwhile
 
     def prepare_step(self, output: SchedulerOutput) -> bool:
         """Get a step ready while the one before it runs.
