@@ -107,6 +107,7 @@ class ShadowExecutable:
     activation_bytes: int = 0
     computes_meanwhile: bool = False
     takes_late_tokens: bool = False
+    keeps_best: bool = False
     ids: dict[str, int] = field(default_factory=dict)
 
     def bind(self) -> None:

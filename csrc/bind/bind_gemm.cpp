@@ -57,6 +57,7 @@ constexpr Name<Activation> kActivations[] = {
     {"silu", Activation::Silu}, {"gelu", Activation::Gelu}, {"gelu_tanh", Activation::GeluTanh}};
 constexpr Name<EpilogueKind> kEpilogues[] = {{"store", EpilogueKind::Store},
                                              {"add", EpilogueKind::Add},
+                                             {"best", EpilogueKind::Best},
                                              {"gated_store", EpilogueKind::GatedStore},
                                              {"gated_pack", EpilogueKind::GatedPack}};
 
@@ -180,6 +181,7 @@ void run_to_rows(const GemmWeight& weight, const Rows& x, const OutRows& out,
   const int width = gemm.weight.num_outputs / (is_gated(gemm.epilogue.kind) ? 2 : 1);
   require(out.shape(0) == x.shape(0) && static_cast<int>(out.shape(1)) == width,
           "out must be [rows, outputs]");
+  require(gemm.epilogue.kind != EpilogueKind::Best || width > 1, "best needs two outputs");
   const auto rows = pack_array(options.row_format, x);
   gemm.rows = rows->view;
   gemm.epilogue.out = out.data();

@@ -128,10 +128,10 @@ void bind_attention_records(nb::module_& module) {
           nb::arg("raw").noconvert(), nb::arg("num_blocks"), nb::arg("offset_bytes"));
   nb::class_<BatchArrays>(module, "BatchArrays")
       .def(nb::init<StepArray<int64_t, 1>, StepArray<int64_t, 1>, StepArray<int64_t, 1>,
-                    StepArray<int32_t, 1>, StepArray<int32_t, 1>>(),
+                    StepArray<int32_t, 1>, StepArray<int32_t, 1>, bool>(),
            nb::kw_only(), nb::arg("token_ids").noconvert(), nb::arg("positions").noconvert(),
            nb::arg("logits_rows").noconvert(), nb::arg("query_start").noconvert(),
-           nb::arg("seq_lens").noconvert());
+           nb::arg("seq_lens").noconvert(), nb::arg("wants_best_only") = false);
   nb::class_<LateArrays>(module, "LateArrays")
       .def(nb::init<StepArray<int64_t, 1>, StepArray<int64_t, 1>, StepArray<int32_t, 1>>(),
            nb::kw_only(), nb::arg("places").noconvert(), nb::arg("rows").noconvert(),

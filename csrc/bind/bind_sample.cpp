@@ -26,6 +26,12 @@ using Out = nb::ndarray<T, nb::ndim<kDims>, nb::c_contig, nb::device::cpu>;
 // Logits may be rows of something wider, such as padded rows in the arena of a program.
 using Logits = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;
 
+// Rows of logits, or what a program keeps of them if a step wants their best only.
+struct KeptLogits {
+  Logits rows;
+  bool are_best_only;
+};
+
 constexpr int64_t kMaxVocabSize = 1 << 24;
 
 void check(bool is_right, const char* message) {
@@ -160,9 +166,9 @@ class TokenSampler {
 
   // chosen [2, num_rows] gets token ids, then statuses.
   void sample(const Logits& logits, const In<uint8_t, 2>& records, const Out<int32_t, 2>& chosen,
-              const Edits& edits, const Scores& scores) {
+              const Edits& edits, const Scores& scores, bool are_best_only) {
     const std::vector<SampleRow> rows = copy_rows(records);
-    const SampleArgs args = checked_args(logits, rows, chosen, edits, scores);
+    const SampleArgs args = checked_args({logits, are_best_only}, rows, chosen, edits, scores);
     run(sample_num_items(args),
         [&](int64_t item, SampleScratch& scratch) { sample_run_item(args, item, scratch); });
   }
@@ -171,9 +177,10 @@ class TokenSampler {
   // Returns at once; finish() waits for it, and lets go of the arrays. One that nobody finished is
   // finished first.
   void start(const Logits& logits, const In<uint8_t, 2>& records, const Out<int32_t, 2>& chosen,
-             const Edits& edits, const Scores& scores) {
+             const Edits& edits, const Scores& scores, bool are_best_only) {
     finish();
-    auto next = std::make_unique<Started>(Started{this, logits, chosen, edits, scores});
+    auto next =
+        std::make_unique<Started>(Started{this, {logits, are_best_only}, chosen, edits, scores});
     next->rows = copy_rows(records);
     // Of what it holds itself: the caller may drop his.
     next->args = checked_args(next->logits, next->rows, next->chosen, next->edits, next->scores);
@@ -227,7 +234,7 @@ class TokenSampler {
       });
     }
     TokenSampler* owner;
-    Logits logits;
+    KeptLogits logits;
     Out<int32_t, 2> chosen;
     Edits edits;
     Scores scores;
@@ -236,9 +243,10 @@ class TokenSampler {
     uint32_t ticket = 0;
   };
 
-  SampleArgs checked_args(const Logits& logits, const std::vector<SampleRow>& rows,
+  SampleArgs checked_args(const KeptLogits& kept, const std::vector<SampleRow>& rows,
                           const Out<int32_t, 2>& chosen, const Edits& edits,
                           const Scores& scores) const {
+    const Logits& logits = kept.rows;
     check_logits(logits, rows.size());
     check(chosen.shape(0) == 2 && chosen.shape(1) == rows.size(), "chosen must be [2, num_rows]");
     bool has_scores = false;
@@ -249,6 +257,8 @@ class TokenSampler {
                 row.num_logprobs <= static_cast<int64_t>(scores.top_ids.shape(1)),
             "num_logprobs is more than top_ids has room for");
       has_scores |= row.num_logprobs >= 0;
+      check(!kept.are_best_only || (wants_best_only(row) && vocab_size_ > 1),
+            "a row asks for more than its best logit, and only that was kept");
     }
     if (has_scores) scores.check_shapes(rows.size());
     SampleArgs args{};
@@ -256,6 +266,7 @@ class TokenSampler {
     args.logits_stride = logits.stride(0);
     args.vocab_size = vocab_size_;
     args.num_rows = static_cast<int64_t>(rows.size());
+    args.are_best_only = kept.are_best_only;
     args.rows = rows.data();
     args.edits = edits.pointers();
     args.token_ids = chosen.data();
@@ -313,10 +324,10 @@ void bind_sample(nb::module_& module) {
       .def_prop_ro("scratch_bytes", &TokenSampler::scratch_bytes, "Bytes of all threads.")
       .def("sample", &TokenSampler::sample, nb::arg("logits").noconvert(),
            nb::arg("records").noconvert(), nb::arg("chosen").noconvert(), nb::arg("edits"),
-           nb::arg("scores"))
+           nb::arg("scores"), nb::arg("are_best_only") = false)
       .def("start", &TokenSampler::start, nb::arg("logits").noconvert(),
            nb::arg("records").noconvert(), nb::arg("chosen").noconvert(), nb::arg("edits"),
-           nb::arg("scores"))
+           nb::arg("scores"), nb::arg("are_best_only") = false)
       .def("finish", &TokenSampler::finish)
       .def("score", &TokenSampler::score, nb::arg("logits").noconvert(),
            nb::arg("token_ids").noconvert(), nb::arg("num_top").noconvert(), nb::arg("scores"));

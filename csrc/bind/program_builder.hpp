@@ -74,15 +74,19 @@ class ProgramBuilder {
     add<PackInstruction>(x, norm_weight, packed.format, out_slot);
   }
 
-  // `kind` is store, add or gated.
+  // `kind` is store, add, gated, or logits: the program's result, which a step may want the best
+  // of.
   void linear(int x_slot, const Weight& weight, const std::optional<FloatArray>& bias,
               const std::string& kind, const std::string& activation, const Operand& out) {
     constexpr std::pair<const char*, EpilogueKind> kinds[] = {{"store", EpilogueKind::Store},
                                                               {"add", EpilogueKind::Add},
-                                                              {"gated", EpilogueKind::GatedStore}};
+                                                              {"gated", EpilogueKind::GatedStore},
+                                                              {"logits", EpilogueKind::Store}};
     check_result(out);
     ProductResult result;
     result.kind = named(kinds, kind);
+    result.are_logits = kind == "logits";
+    check(!result.are_logits || out.width > 1, "linear: the best of one logit is no choice");
     result.out = out;
     check_product(weight.packed(), x_slot, result, bias);
     if (result.kind == EpilogueKind::GatedStore)

@@ -35,6 +35,7 @@ struct BatchArrays {
   StepArray<int64_t, 1> logits_rows;
   StepArray<int32_t, 1> query_start;
   StepArray<int32_t, 1> seq_lens;
+  bool wants_best_only;
 };
 struct GroupArrays {
   StepArray<int32_t, 2> block_table;
@@ -67,6 +68,7 @@ class CheckedStep {
     check(groups.size() == groups_.size(), "a step needs the metadata of each KV cache group");
     step_.late = {};
     late_ids_.reset();
+    step_.wants_best_only = batch.wants_best_only;
     set_tokens(batch);
     set_requests(batch);
     for (size_t i = 0; i < groups.size(); ++i) set_group(i, groups[i]);

@@ -184,6 +184,34 @@ KVLOOM_TEST(products_of_all_formats_and_tile_heights) {
   }
 }
 
+KVLOOM_TEST(the_best_of_each_panel_is_that_of_its_outputs) {
+  constexpr int kRows = kMaxTileRows + 1;
+  for (const Case& format_case : kCases) {
+    for (const int num_outputs : {2, 32, 72}) {
+      Fixture fixture(format_case, OutputOrder::Plain, kRows, num_outputs, 64);
+      const size_t stride = static_cast<size_t>(num_outputs);
+      std::vector<float> all(kRows * stride), kept(kRows * stride);
+      Epilogue epilogue;
+      epilogue.out = all.data();
+      epilogue.out_stride = stride;
+      fixture.run(epilogue);
+      epilogue.kind = EpilogueKind::Best;
+      epilogue.out = kept.data();
+      fixture.run(epilogue);
+      for (size_t row = 0; row < kRows; ++row) {
+        const BestOutputs<const float> best(kept.data() + row * stride, num_outputs);
+        for (int panel = 0; panel < best.num_panels; ++panel) {
+          const auto first = all.begin() + static_cast<int64_t>(row * stride) + panel * 32;
+          const auto greatest =
+              std::max_element(first, first + std::min(32, num_outputs - panel * 32));
+          CHECK(best.greatest[panel] == *greatest);
+          CHECK(best.lane(panel) == greatest - first);
+        }
+      }
+    }
+  }
+}
+
 KVLOOM_TEST(gated_values_are_packed_as_rows_are) {
   constexpr int kSize = 40, kRows = kMaxTileRows + 2;
   for (const Case& format_case : kCases) {

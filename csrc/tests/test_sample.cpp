@@ -165,6 +165,43 @@ KVLOOM_TEST(rows_without_a_token_say_why) {
   }
 }
 
+// The best of each panel, for a vocabulary of whole panels or less than one.
+std::vector<float> kept_of(const std::vector<float>& logits) {
+  std::vector<float> kept(logits.size());
+  const int32_t vocab_size = static_cast<int32_t>(logits.size());
+  const BestOutputs<float> best(kept.data(), vocab_size);
+  for (int panel = 0; panel < best.num_panels; ++panel) {
+    const float* y = logits.data() + panel * kPanelOutputs;
+    keep_best_of(y, std::min(kPanelOutputs, vocab_size - panel * kPanelOutputs), panel, best);
+  }
+  return kept;
+}
+
+KVLOOM_TEST(the_best_of_panels_is_the_greedy_token) {
+  Random random(9);
+  SampleRow row = default_row();
+  row.temperature = 0.0;
+  for (const int32_t vocab_size : kVocabSizes) {
+    if (vocab_size == 1) continue;
+    SampleScratch scratch(vocab_size);
+    std::vector<float> logits = random.reals(vocab_size);
+    const auto check = [&] {
+      const SampledToken expected = sample_row(logits.data(), vocab_size, row, {}, scratch);
+      const SampledToken found = best_token(kept_of(logits).data(), vocab_size, scratch);
+      CHECK(found.status == expected.status && found.token_id == expected.token_id);
+    };
+    check();
+    for (float& logit : logits) logit = std::round(logit);
+    check();
+    for (const float bad : {-kInfinity, kInfinity, std::nanf("")}) {
+      logits[static_cast<size_t>(vocab_size / 2)] = bad;
+      check();
+    }
+    std::fill(logits.begin(), logits.end(), -kInfinity);
+    check();
+  }
+}
+
 KVLOOM_TEST(log_probabilities_by_definition) {
   Random random(5);
   for (const int32_t vocab_size : kVocabSizes) {

@@ -166,6 +166,8 @@ KVLOOM_TEST(reductions_reach_every_lane) {
     CHECK(reduce_max(one) == 5.0f);
     CHECK(reduce_max(as_i32(one)) == bit_cast<int32_t>(5.0f));
     CHECK(reduce_add(one) == 5.0f - static_cast<float>(kLanes - 1));
+    CHECK(lanes_of(one == broadcast(5.0f)) == 1u << i);
+    CHECK(lanes_of(one != broadcast(5.0f)) == (1u << kLanes) - 1 - (1u << i));
   }
 }
 

@@ -69,8 +69,8 @@ class SchedulerOutput:
         finished_req_ids: requests that ended since the last step; workers drop their state.
         block_copies: (source, destination) block ids per copy, made in this order, before the
             forward pass.
-        structured_output_request_ids: requests that sample by a grammar, with their `rows` in the
-            step's TokenMask.
+        structured_output_request_ids: requests that a TokenMask may restrict, such as by a grammar,
+            with their `rows` there; -1 where that mask alone will say.
         grammar_bitmask: None: that mask is made while the step runs, and given to `sample_tokens`.
         scheduled_encoder_inputs, free_encoder_mm_hashes, kv_connector_metadata: empty until the
             features exist.

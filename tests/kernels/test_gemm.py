@@ -13,6 +13,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from best_twin import keep_best, read_best
 from gemm_twins import F32, F64, from_bf16, make_rows, quantise, random_source, to_bf16
 
 EPS = 2.0**-24  # half of the last place of 1
@@ -177,6 +178,54 @@ def test_bias_and_residual(
         out = residual.copy()
         native.gemm.run_to_rows(packed, x, out, options(native, rows, bias=bias, epilogue="add"))
         np.testing.assert_array_equal(out, residual + biased)
+
+
+@pytest.mark.parametrize(("weight", "rows", "source"), PAIRS)
+@pytest.mark.parametrize("num_outputs", [2, 31, 32, 33, 416])
+def test_the_best_of_each_panel(
+    native: ModuleType, weight: str, rows: str, source: str, num_outputs: int
+) -> None:
+    packed, _ = make_weight(native, weight, source, (num_outputs, 64))
+    bias = np.linspace(-3, 3, num_outputs, dtype=np.float32)
+    for num_rows in (1, 3, 13, 65):
+        x = make_rows(num_rows, 64)
+        plain = run(native, packed, x, num_outputs, options(native, rows, bias=bias))
+        opts = options(native, rows, bias=bias, epilogue="best", num_threads=2)
+        greatest, lanes = read_best(run(native, packed, x, num_outputs, opts))
+        expected = keep_best(plain)
+        np.testing.assert_array_equal(greatest, expected[0])
+        np.testing.assert_array_equal(lanes, expected[1])
+
+
+@pytest.mark.parametrize("num_outputs", [20, 80])
+def test_the_best_among_equal_and_strange_outputs(native: ModuleType, num_outputs: int) -> None:
+    """An identity: outputs are the inputs. The first of equal ones; NaN wherever there is one."""
+    packed = native.gemm.GemmWeight("f32", False, num_outputs, num_outputs)
+    identity = np.eye(num_outputs, dtype=np.float32)
+    packed.pack("f32", 0, identity.view(np.uint8).ravel())
+    rng = np.random.default_rng(num_outputs)
+    x = rng.integers(-3, 3, (200, num_outputs)).astype(np.float32)
+    x[1] = -5.0
+    x[2] = -0.0
+    x[2, 7::3] = 0.0
+    bias = np.zeros(num_outputs, np.float32)
+    greatest, lanes = read_best(run(native, packed, x, num_outputs, best_of_f32(native, bias)))
+    np.testing.assert_array_equal(greatest, keep_best(x)[0])
+    np.testing.assert_array_equal(lanes, keep_best(x)[1])
+    for strange in (np.nan, np.inf, -np.inf):  # in a bias: no sum with other inputs
+        bias[:] = np.where(np.arange(num_outputs) % 40 == 19, strange, 0.0)
+        greatest, _ = read_best(run(native, packed, x, num_outputs, best_of_f32(native, bias)))
+        np.testing.assert_array_equal(greatest, keep_best(x + bias)[0])
+
+
+def best_of_f32(native: ModuleType, bias: F32) -> object:
+    return options(native, "f32", bias=bias, epilogue="best")
+
+
+def test_one_output_has_no_room_for_a_best(native: ModuleType) -> None:
+    packed, _ = make_weight(native, "f32", "f32", (1, 64))
+    with pytest.raises(ValueError, match="two outputs"):
+        run(native, packed, make_rows(1, 64), 1, options(native, "f32", epilogue="best"))
 
 
 def activated(name: str, x: F64) -> F64:

@@ -44,6 +44,7 @@ def valid_batch(rng: random.Random) -> Batch:
         if room == 0:
             break
     batch = make_batch(chunks, SIZES.block_size)
+    batch = replace(batch, wants_best_only=rng.random() < 0.3)
     if rng.random() < 0.5:
         return batch
     (group,) = batch.attention
@@ -185,7 +186,9 @@ class BadBuilder:
 
         return [
             lambda: program.pack(operand(), bias(), 1e-5, weight(), slot()),
-            lambda: program.linear(slot(), weight(), bias(), "store", "silu", operand()),
+            lambda: program.linear(
+                slot(), weight(), bias(), rng.choice(["store", "logits"]), "silu", operand()
+            ),
             lambda: program.linear(slot(), gated(1), None, "gated", "gelu", operand()),
             lambda: program.gated_pack(slot(), gated(1), None, "silu", weight(), operand()),
             lambda: program.pack_heads(operand(64), weight(2), slot()),
@@ -233,6 +236,7 @@ class BadBuilder:
             logits_rows=np.zeros(1, np.int64),
             query_start=np.array([0, 1], np.int32),
             seq_lens=np.ones(1, np.int32),
+            wants_best_only=self.rng.random() < 0.5,
         )
         if self.rng.random() < 0.5:
             self.program.start(batch, [])

@@ -244,11 +244,11 @@ class Fakes:
         return RunnerLimits(**{**defaults, **sizes})
 
     @staticmethod
-    def runner(kv_config, model=None, backend=None, **sizes):
+    def runner(kv_config, model=None, backend=None, sampler=None, **sizes):
         """A runner on a PrefixModel whose KV cache is initialised."""
-        model = model or PrefixModel()
+        model, backend = model or PrefixModel(), backend or FakeBackend()
         limits = Fakes.limits(**sizes)
-        runner = ModelRunner(model, backend or FakeBackend(), SingleRankCommunicator(), limits)
+        runner = ModelRunner(model, backend, SingleRankCommunicator(), limits, sampler)
         runner.initialize_kv_cache(kv_config)
         return runner
 

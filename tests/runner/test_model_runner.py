@@ -13,6 +13,7 @@ from kvloom.config import SchedulerConfig
 from kvloom.kv.manager import KVCacheManager
 from kvloom.kv.spec import KVCacheTensor, KVLimits, SharedKVSpec
 from kvloom.request import Request, RequestStatus
+from kvloom.sampling.sampler import Sampler
 from kvloom.sched.drafts import Speculation
 from kvloom.sched.scheduler import Scheduler
 from kvloom.step import TokenMask
@@ -165,6 +166,30 @@ def test_a_mask_leaves_only_its_tokens_to_those_who_obey_it(fakes):
     bits[1, 70 // 32] = 1 << 70 % 32
     result = runner.sample_tokens(handle, TokenMask({"bound": 1}, bits))
     assert result.sampled_token_ids == {"free": fakes.continue_text([1, 2], 1), "bound": [70]}
+
+
+def test_a_mask_that_was_not_announced_is_refused_where_the_best_logits_alone_were_kept(fakes):
+    class KeepingBackend(fakes.backend):
+        def compile(self, *arguments):
+            executable = super().compile(*arguments)
+            executable.keeps_best = True
+            return executable
+
+    class Reader(Sampler):
+        def asks_best_only(self, params):
+            return all(one.is_greedy for one in params)
+
+    config = fakes.kv_config([(4, ["a"])])
+    runner = fakes.runner(config, backend=KeepingBackend(), sampler=Reader(fakes.vocab_size))
+    mask = TokenMask({"a": 0}, np.zeros((1, 4), np.uint32))
+    new = [fakes.new_request("a", [1, 2], ([1],))]
+    handle = runner.execute_model(fakes.step(new, scheduled={"a": 2}))
+    assert handle.are_best_only
+    with pytest.raises(ValueError, match="structured_output_request_ids"):
+        runner.sample_tokens(handle, mask)
+    step = fakes.step(cached=[("a", False, [5], ([],), 2)], scheduled={"a": 1})
+    step.structured_output_request_ids["a"] = 0
+    assert not runner.execute_model(step).are_best_only
 
 
 # --- log-probabilities ------------------------------------------------------------------------

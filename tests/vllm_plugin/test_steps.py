@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
@@ -164,6 +165,23 @@ def test_allowed_tokens_are_bits() -> None:
     )
     expected = np.array([1, 1 << 1, 0, 1 << 3], np.uint32)
     np.testing.assert_array_equal(steps.known["a"].allowed, expected)
+
+
+def test_requests_that_a_mask_may_come_for_are_named() -> None:
+    """Of other steps' logits no more than the best may be kept."""
+    choice = StructuredOutputsParams(choice=["a", "b"])
+    steps = translator()
+    params = {
+        "free": SamplingParams(temperature=0),
+        "bound": SamplingParams(temperature=0, structured_outputs=choice),
+        "few": SamplingParams(temperature=0, allowed_token_ids=[1]),
+    }
+    new = [new_request(name, [5], sampling_params=given) for name, given in params.items()]
+    [first] = steps.translate(step(dict.fromkeys(params, 1), scheduled_new_reqs=new))
+    assert first.structured_output_request_ids == {"bound": -1, "few": -1}
+    later = cached(["free"], [None], [1])
+    [second] = steps.translate(step({"free": 1}, scheduled_cached_reqs=later))
+    assert second.structured_output_request_ids == {}
 
 
 def test_drafts_are_computed_but_for_padding() -> None:

@@ -3,8 +3,10 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <cstring>
 
+#include "kvloom/best_outputs.hpp"
 #include "kvloom/format.hpp"
 #include "kvloom/gemm_activation.hpp"
 #include "kvloom/pack_rows.hpp"
@@ -15,6 +17,7 @@ namespace kvloom {
 enum class EpilogueKind {
   Store,  // out[m][n] = y
   Add,    // out[m][n] += y: the residual
+  Best,   // out[m] becomes BestOutputs
   // activation(gate_i) * up_i from a GateUp weight, [num_rows, num_outputs / 2]:
   GatedStore,  // as f32 rows
   GatedPack,   // as the packed rows of the next GEMM
@@ -118,7 +121,7 @@ inline void finish_gated_tile(const PackedWeight& weight, const Epilogue& epilog
 // matrix are pages apart, and no hardware foresees so many places.
 // Inlined by force: GCC takes a function of prefetches alone for one without effect, and drops it.
 KVLOOM_INLINE void look_ahead_to_outputs(const Epilogue& epilogue, const TileProducts& products) {
-  if (epilogue.kind == EpilogueKind::GatedPack) return;
+  if (epilogue.kind == EpilogueKind::GatedPack || epilogue.kind == EpilogueKind::Best) return;
   const int width = is_gated(epilogue.kind) ? kPanelOutputs / 2 : kPanelOutputs;
   for (int r = 0; r < products.num_rows; ++r) {
     const size_t row = static_cast<size_t>(products.first_row + r);
@@ -140,9 +143,15 @@ inline void finish_tile(const PackedWeight& weight, const Epilogue& epilogue,
   const int first = products.panel * kPanelOutputs;
   const int count = std::min(kPanelOutputs, weight.num_outputs - first);
   for (int r = 0; r < products.num_rows; ++r) {
-    const size_t row = static_cast<size_t>(products.first_row + r);
-    write_outputs(epilogue.out + epilogue.out_stride * row + first, products.y[0][r], count,
-                  epilogue.kind == EpilogueKind::Add);
+    const float* y = products.y[0][r];
+    float* row = epilogue.out + epilogue.out_stride * static_cast<size_t>(products.first_row + r);
+    if (epilogue.kind != EpilogueKind::Best) {
+      write_outputs(row + first, y, count, epilogue.kind == EpilogueKind::Add);
+    } else if (count == kPanelOutputs) {
+      keep_best(y, products.panel, {row, weight.num_outputs});
+    } else {
+      keep_best_of(y, count, products.panel, {row, weight.num_outputs});
+    }
   }
 }
 

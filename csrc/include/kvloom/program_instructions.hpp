@@ -116,6 +116,7 @@ struct ProductResult {
   Activation activation = Activation::Silu;
   const float* bias = nullptr;
   Operand out;                      // with GatedPack: the slot of packed rows
+  bool are_logits = false;          // what is kept of them is up to the step
   Format packed_for = Format::F32;  // GatedPack: the weight that reads them
 };
 
@@ -144,6 +145,10 @@ class GemmInstruction final : public Instruction {
                                result_.out.width, out};
     } else {
       gemm_.epilogue.out = reinterpret_cast<float*>(out);
+    }
+    if (result_.are_logits) {
+      const bool keeps_best = context.step.wants_best_only;
+      gemm_.epilogue.kind = keeps_best ? EpilogueKind::Best : EpilogueKind::Store;
     }
     plan_ = plan_gemm(gemm_, context.num_threads);
     return plan_.num_items;

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "kvloom/best_outputs.hpp"
 #include "kvloom/logprobs.hpp"
 #include "kvloom/philox.hpp"
 #include "kvloom/sample_adjust.hpp"
@@ -27,6 +28,7 @@ struct SampleArgs {
   int64_t logits_stride;
   int32_t vocab_size;
   int64_t num_rows;
+  bool are_best_only;     // the rows are BestOutputs, and all of them greedy without more
   const SampleRow* rows;  // [num_rows]
   SampleEdits edits;
   int32_t* token_ids;  // out [num_rows]; 0 where the status is not Ok
@@ -39,6 +41,27 @@ struct SampledToken {
   SampleStatus status;
   int32_t token_id;
 };
+
+// What a model's largest logit says of them.
+inline SampleStatus status_of(double peak) {
+  if (std::isnan(peak)) return SampleStatus::Nan;
+  if (std::isfinite(peak)) return SampleStatus::Ok;
+  return peak > 0.0 ? SampleStatus::PlusInf : SampleStatus::OnlyMinusInf;
+}
+
+// Whether a row's token is that of the largest logit, and nothing else is asked.
+inline bool wants_best_only(const SampleRow& row) {
+  return row.temperature == 0.0 && row.num_logprobs < 0 && !has_adjustments(row);
+}
+
+inline SampledToken best_token(const float* row, int32_t vocab_size, SampleScratch& scratch) {
+  const BestOutputs<const float> best(row, vocab_size);
+  const double peak = scan_maxima(best.greatest, best.num_panels, scratch);
+  const SampleStatus status = status_of(peak);
+  if (status != SampleStatus::Ok) return {status, 0};
+  const int32_t panel = first_index_of(best.greatest, best.num_panels, peak, scratch);
+  return {status, std::min(panel * kPanelOutputs + best.lane(panel), vocab_size - 1)};
+}
 
 // The token of a row whose largest logit is `peak`; scratch.block_maxima are its.
 template <class T>
@@ -53,10 +76,7 @@ int32_t choose_token(const T* logits, int32_t vocab_size, double peak, const Sam
 inline SampledToken sample_row(const float* logits, int32_t vocab_size, const SampleRow& row,
                                const SampleEdits& edits, SampleScratch& scratch) {
   double peak = scan_maxima(logits, vocab_size, scratch);
-  if (std::isnan(peak)) return {SampleStatus::Nan, 0};
-  if (!std::isfinite(peak)) {
-    return {peak > 0.0 ? SampleStatus::PlusInf : SampleStatus::OnlyMinusInf, 0};
-  }
+  if (const SampleStatus status = status_of(peak); status != SampleStatus::Ok) return {status, 0};
   if (!has_adjustments(row)) {
     return {SampleStatus::Ok, choose_token(logits, vocab_size, peak, row, scratch)};
   }
@@ -74,7 +94,9 @@ inline int64_t sample_num_items(const SampleArgs& args) { return args.num_rows; 
 inline void sample_run_item(const SampleArgs& args, int64_t item, SampleScratch& scratch) {
   const float* logits = args.logits + item * args.logits_stride;
   const SampleRow& row = args.rows[item];
-  const SampledToken sampled = sample_row(logits, args.vocab_size, row, args.edits, scratch);
+  const SampledToken sampled = args.are_best_only
+                                   ? best_token(logits, args.vocab_size, scratch)
+                                   : sample_row(logits, args.vocab_size, row, args.edits, scratch);
   args.token_ids[item] = sampled.token_id;
   args.statuses[item] = static_cast<int32_t>(sampled.status);
   if (sampled.status == SampleStatus::Ok && row.num_logprobs >= 0) {

@@ -17,7 +17,7 @@
 // Each of these defines kIsaName, kLanes, the vector types and the operations that have an
 // instruction of their own: fma, vmax, vmin, round_to_i32, to_f32, load_bf16, store_bf16,
 // pack_bf16_pairs, load_f16, widen_u8, widen_s8, store_i8, reduce_add, reduce_max, dot_bf16,
-// dot_u8s8, dot_u7s8.
+// dot_u8s8, dot_u7s8, lanes_of.
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
 #include "kvloom/simd/avx512.hpp"
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
@@ -47,6 +47,7 @@ namespace kvloom {
 // float reduce_add(vf32 x), reduce_max(vf32 x)   halves against each other, log2(kLanes) times: a
 // fixed order
 // int32_t reduce_add(vi32 x), reduce_max(vi32 x)
+// uint32_t lanes_of(vi32 mask)         bit l is set where lane l is -1; the other lanes are 0
 // vf32 dot_bf16(vf32 acc, vi32 a, vi32 b)  acc[l] += a.lo[l] * b.lo[l] + a.hi[l] *
 // b.hi[l], bf16 pairs; the
 //                                          order within the pair and flushing of subnormals vary

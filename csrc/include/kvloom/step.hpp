@@ -38,6 +38,7 @@ struct Step {
   const int32_t* seq_lens = nullptr;     // [num_requests] stored tokens, this step's included
   std::vector<KVGroupStep> groups;
   LateTokens late;
+  bool wants_best_only = false;  // of each row of logits: the head may keep BestOutputs
 };
 
 // Once the step before has been sampled.

@@ -73,10 +73,13 @@ class Executable(Protocol):
         activation_bytes: memory it needs beyond weights and KV; None if that must be measured.
         computes_meanwhile: whether `forward` returns before it has computed.
         takes_late_tokens: whether `forward` may be called while the step before still runs.
+        keeps_best: whether it heeds `Batch.wants_best_only`: what it returns then is for the
+            sampler that belongs to it alone.
     """
 
     computes_meanwhile: bool
     takes_late_tokens: bool
+    keeps_best: bool
 
     @property
     def activation_bytes(self) -> int | None:

@@ -224,12 +224,15 @@ class Batch:
         positions: int64 [num_tokens].
         logits_rows: int64 [num_rows] tokens whose logits are wanted.
         attention: one entry per KV cache group.
+        wants_best_only: whether of each row of logits nothing is asked but which is the greatest;
+            for an `Executable` that keeps no more then.
     """
 
     token_ids: Value
     positions: Value
     logits_rows: Value
     attention: list[AttentionMetadata] = field(default_factory=list)
+    wants_best_only: bool = False
 
 
 class Communicator(Protocol):

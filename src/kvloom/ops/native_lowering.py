@@ -33,6 +33,7 @@ class Lowering:
         self._plan = plan
         self._sizes = sizes
         self._values = {value.index: value for op in tape.operations for value in op.outputs}
+        self._tape = tape
         self._tables = PositionTables(sizes.max_model_len)
         self._attention = AttentionLowering(library, program, tape, self._tables)
         self._orders: dict[tuple[int, int], Any] = {}  # by the numbers of experts and of choices
@@ -45,6 +46,9 @@ class Lowering:
     def add(self, operation: Operation) -> None:
         """Add one operation."""
         if _is_view(operation):
+            return
+        if makes_logits(self._tape, operation):
+            self._lower_logits(operation.output, *operation.arguments)
             return
         out = operation.outputs if len(operation.outputs) > 1 else operation.output
         getattr(self, f"_lower_{operation.name}")(out, *operation.arguments)
@@ -79,6 +83,11 @@ class Lowering:
         self, out: TapeValue, x: TapeValue, weight: Parameter, bias: Parameter | None
     ) -> None:
         self._multiply(out, x, weight, bias, ("store", "silu"))
+
+    def _lower_logits(
+        self, out: TapeValue, x: TapeValue, weight: Parameter, bias: Parameter | None
+    ) -> None:
+        self._multiply(out, x, weight, bias, ("logits", "silu"))
 
     def _lower_add_linear(
         self,
@@ -304,6 +313,11 @@ class Lowering:
             scales=_value(experts.scales),
             weighs_input=experts.weighs_input,
         )
+
+
+def makes_logits(tape: Tape, operation: Operation) -> bool:
+    """Whether it is a product that nothing is done to: then a step may keep its best only."""
+    return operation.name == "linear" and operation.output.index == tape.result.index
 
 
 def _is_view(operation: Operation) -> bool:

@@ -13,7 +13,7 @@ from kvloom.errors import UnsupportedModelError
 from kvloom.ops.backend import LateTokens, StepSizes
 from kvloom.ops.base import AttentionMetadata, Batch, Communicator, Experts, Parameter
 from kvloom.ops.native_attention import attention_bytes
-from kvloom.ops.native_lowering import Lowering
+from kvloom.ops.native_lowering import Lowering, makes_logits
 from kvloom.ops.native_tables import table_bytes
 from kvloom.ops.slots import SlotPlan, plan_slots
 from kvloom.ops.tape import Operation, Rows, Tape, TapeValue
@@ -52,6 +52,7 @@ class NativeProgram:
         self._logits: dict[int, Array] = {}  # views of its result, by their number of rows
         self._lowering: Any = None
         self.computes_meanwhile = self.takes_late_tokens = not self._collectives
+        self.keeps_best = makes_logits(tape, self._writers[tape.result.index])
         self._check_operations()
 
     @property
@@ -98,6 +99,7 @@ class NativeProgram:
             logits_rows=batch.logits_rows,
             query_start=first.query_start,
             seq_lens=first.seq_lens,
+            wants_best_only=batch.wants_best_only,
         )
         groups = [self._group_arrays(metadata) for metadata in batch.attention]
         if not self._has_attention:

@@ -28,7 +28,7 @@ class EagerExecutable:
     """Calls a model's forward pass over the operations of each step."""
 
     activation_bytes = None
-    computes_meanwhile = takes_late_tokens = False
+    computes_meanwhile = takes_late_tokens = keeps_best = False
 
     def __init__(self, model: RunnableModel, make_ops: Callable[[Batch], Any]) -> None:
         self._model = model

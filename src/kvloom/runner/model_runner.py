@@ -239,16 +239,26 @@ class ModelRunner:
         if prompts:
             rows = np.concatenate([rows, *(p.tokens for p in prompts)])
         assert len(rows) <= self.limits.max_num_logits_rows, "the scheduler bounds them"
+        best_only = not prompts and self._wants_best_only(output, states)
         batch = Batch(
             token_ids=inputs.token_ids,
             positions=inputs.positions,
             logits_rows=rows.astype(np.int64, copy=False),
             attention=self._build_attention_metadata(inputs),
+            wants_best_only=best_only,
         )
         if self._shapes is not None:
             batch = self._shapes.pad(batch, self._shapes.find(batch))
-        handle = StepHandle(None, states, drafts, prompts, len(batch.token_ids))
+        handle = StepHandle(None, states, drafts, prompts, len(batch.token_ids), best_only)
         return PreparedStep(output, handle, batch, inputs.late_tokens)
+
+    def _wants_best_only(self, output: SchedulerOutput, sampled: Sequence[RequestState]) -> bool:
+        """Whether no request asks its logits for more than the greatest of them."""
+        return (
+            self._executable.keeps_best
+            and not output.structured_output_request_ids
+            and self._sampler.asks_best_only(state.sampling_params for state in sampled)
+        )
 
     def start_sampling(self, handle: StepHandle, grammar: TokenMask | None = None) -> None:
         """Have the device do `sample_tokens` as soon as it can; that will wait for it."""
@@ -303,7 +313,12 @@ class ModelRunner:
     ) -> tuple[Any, ...]:
         """What the sampler takes behind the logits."""
         if grammar is None:
-            return (rows,)
+            return rows, None, (), handle.are_best_only
+        if handle.are_best_only:
+            raise ValueError(
+                "a mask comes for a step without structured_output_request_ids: of its logits "
+                "the greatest alone was kept; name the requests that a mask is for"
+            )
         return rows, grammar.bits, mask_rows(handle.sampled, handle.drafts, grammar)
 
     def _score_prompts(

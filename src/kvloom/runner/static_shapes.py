@@ -99,7 +99,8 @@ class StaticShapes:
 
     def pad(self, batch: Batch, shape: StepShape) -> Batch:
         """The batch in a shape that holds it."""
-        return Batch(
+        return replace(
+            batch,
             token_ids=_extend(batch.token_ids, shape.num_tokens, 0),
             positions=_extend(batch.positions, shape.num_tokens, 0),
             logits_rows=_extend(batch.logits_rows, shape.num_rows, 0),

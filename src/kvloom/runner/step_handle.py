@@ -36,6 +36,7 @@ class StepHandle:
         sampled: requests whose next token is drawn.
         drafts: by request that has any.
         num_padded_tokens: tokens that the forward pass computes, padding included.
+        are_best_only: the logits are kept as `Batch.wants_best_only` says.
     """
 
     logits: Value | None = None
@@ -43,6 +44,7 @@ class StepHandle:
     drafts: Mapping[str, list[int]] = field(default_factory=dict)
     prompts: list[PromptTokens] = field(default_factory=list)
     num_padded_tokens: int = 0
+    are_best_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ request always asks for is encoded once; a step adds the tokens generated since,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -137,12 +137,18 @@ class NativeSampler:
         num_bytes: int = self._sampler.scratch_bytes
         return num_bytes
 
+    def asks_best_only(self, params: Iterable[ResolvedSamplingParams]) -> bool:
+        """Whether all of them are greedy, and want nothing beside the token."""
+        encoded = map(self._encode, params)
+        return all(known.is_fixed and known.num_logprobs < 0 for known in encoded)
+
     def sample(
         self,
         logits: FloatArray,
         rows: Sequence[SamplingRow],
         grammar: NDArray[np.uint32] | None = None,
         grammar_rows: Sequence[int] = (),
+        are_best_only: bool = False,
     ) -> SampleResult:
         """Choose one token per row of float32 `logits` [num_rows, vocab_size].
 
@@ -151,9 +157,13 @@ class NativeSampler:
             rows: the requests.
             grammar: allowed tokens, [*, cdiv(vocab_size, 32)]: bit i % 32 of word i // 32 is i.
             grammar_rows: the row of `grammar` that each request obeys, -1 for none.
+            are_best_only: the logits are of a batch that `wants_best_only`.
+
+        Raises:
+            ValueError: they are, and a row asks for more.
         """
         call = self._call(logits, rows, grammar, grammar_rows)
-        self._sampler.sample(logits, *call.arguments)
+        self._sampler.sample(logits, *call.arguments, are_best_only)
         return call.result(self._vocab_size)
 
     def start(
@@ -162,10 +172,11 @@ class NativeSampler:
         rows: Sequence[SamplingRow],
         grammar: NDArray[np.uint32] | None = None,
         grammar_rows: Sequence[int] = (),
+        are_best_only: bool = False,
     ) -> NativeSampling:
         """`sample` behind what the team does now: `logits` need not be there yet."""
         call = self._call(logits, rows, grammar, grammar_rows)
-        self._sampler.start(logits, *call.arguments)
+        self._sampler.start(logits, *call.arguments, are_best_only)
         return NativeSampling(self._sampler, call, self._vocab_size)
 
     def _call(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvloom.request import ResolvedSamplingParams
 from kvloom.sampling.logits import FloatArray, SamplingRow, adjust_logits, keep_tokens
 from kvloom.sampling.logprobs import prompt_logprobs, score_token
 from kvloom.step import TokenLogprobs
@@ -47,12 +48,17 @@ class Sampler:
         """Memory it takes while it samples, whatever the rows ask for."""
         return _SCRATCH_BYTES_PER_LOGIT * self._vocab_size
 
+    def asks_best_only(self, _params: Iterable[ResolvedSamplingParams]) -> bool:
+        """Never: it reads all logits."""
+        return False
+
     def sample(
         self,
         logits: FloatArray,
         rows: Sequence[SamplingRow],
         grammar: NDArray[np.uint32] | None = None,
         grammar_rows: Sequence[int] = (),
+        are_best_only: bool = False,
     ) -> SampleResult:
         """Choose one token per row of `logits` [num_rows, vocab_size].
 
@@ -64,7 +70,9 @@ class Sampler:
             rows: the requests.
             grammar: allowed tokens, [*, cdiv(vocab_size, 32)]: bit i % 32 of word i // 32 is i.
             grammar_rows: the row of `grammar` that each request obeys, -1 for none.
+            are_best_only: False, since it never asked for that.
         """
+        assert not are_best_only
         if logits.shape != (len(rows), self._vocab_size):
             raise ValueError(f"logits are {logits.shape}, not {(len(rows), self._vocab_size)}")
         if grammar is not None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvloom.request import ResolvedSamplingParams
 from kvloom.sampling.logits import FloatArray, SamplingRow
 from kvloom.sampling.sampler import SampleResult
 from kvloom.step import TokenLogprobs
@@ -33,12 +34,19 @@ class TokenSampler(Protocol):
     def scratch_bytes(self) -> int:
         """Memory it takes while it samples, whatever the rows ask for."""
 
+    def asks_best_only(self, params: Iterable[ResolvedSamplingParams]) -> bool:
+        """Whether logits may be kept as `Batch.wants_best_only` says, if requests want no more.
+
+        `are_best_only` tells it below that they were.
+        """
+
     def sample(
         self,
         logits: FloatArray,
         rows: Sequence[SamplingRow],
         grammar: NDArray[np.uint32] | None = None,
         grammar_rows: Sequence[int] = (),
+        are_best_only: bool = False,
     ) -> SampleResult:
         """Choose one token per row of `logits` [num_rows, vocab_size], of those allowed."""
 
@@ -48,6 +56,7 @@ class TokenSampler(Protocol):
         rows: Sequence[SamplingRow],
         grammar: NDArray[np.uint32] | None = None,
         grammar_rows: Sequence[int] = (),
+        are_best_only: bool = False,
     ) -> Sampling | None:
         """`sample` of logits that are not there yet; None if it cannot."""
 

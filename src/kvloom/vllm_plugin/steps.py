@@ -37,6 +37,7 @@ class KnownRequest:
             prompt has them and they were handed out.
         allowed: uint32 [cdiv(vocab_size, 32)], a bit for each token that it may sample; None if it
             may sample any.
+        has_grammar: whether vLLM may restrict it further.
     """
 
     num_prompt_tokens: int
@@ -44,6 +45,7 @@ class KnownRequest:
     params: ResolvedSamplingParams
     prompt_logprobs: list[TokenLogprobs] | None
     allowed: NDArray[np.uint32] | None
+    has_grammar: bool = False
 
 
 @dataclass(slots=True)
@@ -95,6 +97,8 @@ class StepTranslator:
                     computed[req_id] += num_tokens
                 steps.append(_step(part, [], self._continued(part, computed), set(), []))
         steps[-1].scheduled_spec_decode_tokens.update(drafts)
+        masked = [req_id for req_id in parts[-1] if self._is_masked(req_id)]
+        steps[-1].structured_output_request_ids.update(dict.fromkeys(masked, -1))
         return steps
 
     def _diffs(self, output: Any, finished: set[str]) -> _Diffs:
@@ -134,6 +138,7 @@ class StepTranslator:
             params=params,
             prompt_logprobs=None if params.prompt_logprobs is None else [],
             allowed=None if allowed is None else _bits(allowed, self._vocab_size),
+            has_grammar=new.sampling_params.structured_outputs is not None,
         )
         diffs.new.append(
             NewRequestData(
@@ -158,6 +163,10 @@ class StepTranslator:
         known = self.known[req_id]
         known.token_ids[:] = all_token_ids
         return all_token_ids[known.num_prompt_tokens :]
+
+    def _is_masked(self, req_id: str) -> bool:
+        known = self.known[req_id]
+        return known.has_grammar or known.allowed is not None
 
     def _scored_req_ids(self) -> list[str]:
         return [req_id for req_id, one in self.known.items() if one.prompt_logprobs is not None]

@@ -83,6 +83,9 @@ KVLOOM_INLINE int32_t reduce_max(vi32 x) {
   const __m128i two = _mm_max_epi32(four, _mm_unpackhi_epi64(four, four));
   return _mm_cvtsi128_si32(_mm_max_epi32(two, _mm_shuffle_epi32(two, 1)));
 }
+KVLOOM_INLINE uint32_t lanes_of(vi32 mask) {
+  return static_cast<uint32_t>(_mm256_movemask_ps((__m256)mask));
+}
 
 KVLOOM_INLINE vf32 dot_bf16(vf32 acc, vi32 a, vi32 b) {
   acc = fma((vf32)((vu32)a << 16), (vf32)((vu32)b << 16), acc);

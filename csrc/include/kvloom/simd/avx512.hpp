@@ -49,6 +49,7 @@ KVLOOM_INLINE float reduce_add(vf32 x) { return _mm512_reduce_add_ps(x); }
 KVLOOM_INLINE float reduce_max(vf32 x) { return _mm512_reduce_max_ps(x); }
 KVLOOM_INLINE int32_t reduce_add(vi32 x) { return _mm512_reduce_add_epi32((__m512i)x); }
 KVLOOM_INLINE int32_t reduce_max(vi32 x) { return _mm512_reduce_max_epi32((__m512i)x); }
+KVLOOM_INLINE uint32_t lanes_of(vi32 mask) { return _mm512_movepi32_mask((__m512i)mask); }
 
 #if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
 

@@ -112,6 +112,11 @@ KVLOOM_INLINE int32_t reduce_max(vi32 x) {
   return even > odd ? even : odd;
 }
 
+KVLOOM_INLINE uint32_t lanes_of(vi32 mask) {
+  const vi32 bits = mask & vi32{1, 2, 4, 8};
+  return static_cast<uint32_t>(bits[0] | bits[1] | bits[2] | bits[3]);
+}
+
 KVLOOM_INLINE vf32 dot_bf16(vf32 acc, vi32 a, vi32 b) {
   acc = fma((vf32)((vu32)a << 16), (vf32)((vu32)b << 16), acc);
   return fma((vf32)((vu32)a & 0xffff0000u), (vf32)((vu32)b & 0xffff0000u), acc);
