@@ -146,6 +146,16 @@ KVLOOM_TEST(bytes_nibbles_and_saturation) {
   CHECK(lane(low_nibbles(codes), 0) == 0x0e0c0a08 && lane(high_nibbles(codes), 0) == 0x0f0d0b09);
 }
 
+KVLOOM_TEST(halves_are_stored_beside_others) {
+  std::vector<uint16_t> x, expected(2 * kLanes, 0xabcd), units(2 * kLanes, 0xabcd);
+  for (int i = 0; i < kLanes; ++i) x.push_back(static_cast<uint16_t>(0xff00 + i));
+  for (const int half : {0, 1}) {
+    for (size_t i = 0; i < x.size(); ++i) expected[2 * i + static_cast<size_t>(half)] = x[i];
+    store_halves(units.data(), x.data(), half);
+    CHECK(units == expected);
+  }
+}
+
 KVLOOM_TEST(partial_vectors_stay_within_their_memory) {
   for (int n = 0; n <= kLanes; ++n) {
     // As large as needed and no larger: AddressSanitizer sees a step beyond.

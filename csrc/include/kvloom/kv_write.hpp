@@ -81,8 +81,8 @@ inline void store_keys_bf16(const float* k, int size, char* keys, int token) {
 inline void store_values_bf16(const float* v, int size, char* values, int token) {
   uint16_t rounded[kMaxHeadSize];
   for (int i = 0; i < size; i += kLanes) store_bf16(rounded + i, load(v + i));
-  char* to = values + token / 2 * size * 4 + token % 2 * 2;
-  for (int i = 0; i < size; ++i) std::memcpy(to + i * 4, rounded + i, 2);
+  char* pairs = values + token / 2 * size * 4;
+  for (int i = 0; i < size; i += kLanes) store_halves(pairs + i * 4, rounded + i, token % 2);
 }
 
 // 32 numbers -> codes, and a scale that bf16 holds. A NaN or an infinity makes the scale NaN.
@@ -158,18 +158,19 @@ inline void store_kv(const KVLayout& layout, char* keys, int token, const float*
 inline void turn_head(const KVWriteArgs& args, const float* x, const float* norm, int64_t position,
                       float* head) {
   const QueryKeyForm& form = args.form;
-  const int size = args.layout.head_size;
-  std::memcpy(head, x, static_cast<size_t>(size) * sizeof(float));
-  if (norm != nullptr && !form.norms_follow_rope) norm_head(head, norm, form.norm_eps, size);
-  if (form.num_pairs > 0) {
-    const float* rotation = form.rotations + position * 2 * form.num_pairs;
-    if (form.is_interleaved) {
-      rotate_neighbours(head, rotation, form.num_pairs);
-    } else {
-      rotate_head(head, rotation, form.num_pairs);
-    }
+  const int size = args.layout.head_size, num_rotated = 2 * form.num_pairs;
+  if (norm != nullptr && !form.norms_follow_rope) {
+    norm_head(x, norm, form.norm_eps, size, head);
+    x = head;
   }
-  if (norm != nullptr && form.norms_follow_rope) norm_head(head, norm, form.norm_eps, size);
+  const float* rotation = form.rotations + position * num_rotated;
+  if (form.is_interleaved) {
+    rotate_neighbours(x, rotation, form.num_pairs, head);
+  } else {
+    rotate_head(x, rotation, form.num_pairs, head);
+  }
+  if (x != head) std::copy(x + num_rotated, x + size, head + num_rotated);
+  if (norm != nullptr && form.norms_follow_rope) norm_head(head, norm, form.norm_eps, size, head);
 }
 
 // Queries times `factor` in the form of the keys.
@@ -207,8 +208,7 @@ inline void write_keys_and_values(const KVWriteArgs& args, int token) {
     turn_head(args, k, args.form.k_norm, args.positions[token], key);
     const float* v = layout.is_latent ? nullptr : args.v.of(token) + h * layout.head_size_v;
     if (v != nullptr && args.form.v_norm != nullptr) {
-      std::memcpy(value, v, static_cast<size_t>(layout.head_size_v) * sizeof(float));
-      norm_head(value, args.form.v_norm, args.form.norm_eps, layout.head_size_v);
+      norm_head(v, args.form.v_norm, args.form.norm_eps, layout.head_size_v, value);
       v = value;
     }
     char* keys = sub_block(layout, args.storage, block, h, offset);

@@ -246,8 +246,8 @@ class RotateInstruction final : public Instruction {
 
  private:
   void rotate(float* head, const float* entry) const {
-    if (table_.is_interleaved) return rotate_neighbours(head, entry, table_.width / 2);
-    rotate_head(head, entry, table_.width / 2);
+    if (table_.is_interleaved) return rotate_neighbours(head, entry, table_.width / 2, head);
+    rotate_head(head, entry, table_.width / 2, head);
   }
 
   PositionTable table_;

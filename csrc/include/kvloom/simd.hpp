@@ -16,7 +16,8 @@
 
 // Each of these defines kIsaName, kLanes, the vector types and the operations that have an
 // instruction of their own: fma, vmax, vmin, round_to_i32, to_f32, load_bf16, store_bf16,
-// pack_bf16_pairs, load_f16, widen_u8, widen_s8, store_i8, reduce_add, reduce_max, dot_bf16,
+// store_halves, pack_bf16_pairs, load_f16, widen_u8, widen_s8, store_i8, reduce_add, reduce_max,
+// dot_bf16,
 // dot_u8s8, dot_u7s8, lanes_of.
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
 #include "kvloom/simd/avx512.hpp"
@@ -40,6 +41,9 @@ namespace kvloom {
 // vf32 to_f32(vi32 x)
 // vf32 load_bf16(const uint16_t* p)    kLanes values
 // void store_bf16(uint16_t* p, vf32 x) nearest even, NaN stays NaN; subnormals may become 0
+// void store_halves(void* p, const uint16_t* x, int half)  kLanes of them to the lower (0) or upper
+//                                      (1) halves of kLanes units; nobody's other halves are
+//                                      written
 // vi32 pack_bf16_pairs(vf32 lo, vf32 hi)  lane l holds bf16(lo[l]) below bf16(hi[l])
 // vf32 load_f16(const uint16_t* p)     exact, IEEE half precision
 // vi32 widen_u8(const uint8_t* p), widen_s8(const int8_t* p)   kLanes bytes

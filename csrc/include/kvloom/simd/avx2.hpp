@@ -61,6 +61,11 @@ KVLOOM_INLINE void store_i8(int8_t* p, vi32 x) {
   _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(words, words));
 }
 
+KVLOOM_INLINE void store_halves(void* p, const uint16_t* x, int half) {
+  char* to = static_cast<char*>(p) + 2 * half;
+  for (int i = 0; i < kLanes; ++i) std::memcpy(to + 4 * i, x + i, sizeof(*x));
+}
+
 KVLOOM_INLINE float reduce_add(vf32 x) {
   const __m128 four = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
   const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));

@@ -45,6 +45,12 @@ KVLOOM_INLINE void store_i8(int8_t* p, vi32 x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8((__m512i)x));
 }
 
+KVLOOM_INLINE void store_halves(void* p, const uint16_t* x, int half) {
+  const __m512i wide = _mm512_cvtepu16_epi32(load_256(x));
+  const __m512i placed = _mm512_sll_epi32(wide, _mm_cvtsi32_si128(16 * half));
+  _mm512_mask_storeu_epi16(p, half == 0 ? 0x55555555u : 0xaaaaaaaau, placed);
+}
+
 KVLOOM_INLINE float reduce_add(vf32 x) { return _mm512_reduce_add_ps(x); }
 KVLOOM_INLINE float reduce_max(vf32 x) { return _mm512_reduce_max_ps(x); }
 KVLOOM_INLINE int32_t reduce_add(vi32 x) { return _mm512_reduce_add_epi32((__m512i)x); }

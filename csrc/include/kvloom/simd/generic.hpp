@@ -101,6 +101,11 @@ KVLOOM_INLINE void store_i8(int8_t* p, vi32 x) {
   std::memcpy(p, &bytes, sizeof(bytes));
 }
 
+KVLOOM_INLINE void store_halves(void* p, const uint16_t* x, int half) {
+  char* to = static_cast<char*>(p) + 2 * half;
+  for (int i = 0; i < kLanes; ++i) std::memcpy(to + 4 * i, x + i, sizeof(*x));
+}
+
 KVLOOM_INLINE float reduce_add(vf32 x) { return (x[0] + x[2]) + (x[1] + x[3]); }
 KVLOOM_INLINE float reduce_max(vf32 x) {
   const float even = x[0] > x[2] ? x[0] : x[2], odd = x[1] > x[3] ? x[1] : x[3];
