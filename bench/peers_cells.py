@@ -143,12 +143,14 @@ class Format:
 
     Attributes:
         is_int8: whether weights are multiplied in 8 bits; attention is computed in bf16.
+        is_head_int8: whether that holds for the head alone, as of one that is screened.
     """
 
     body_bytes: float
     head_bytes: float
     kv_value_bytes: float
     is_int8: bool
+    is_head_int8: bool = False
 
 
 def limit_seconds(
@@ -160,13 +162,14 @@ def limit_seconds(
     need the head. What else an engine does is counted as nothing.
     """
     op_per_s = peaks.int8 if form.is_int8 else peaks.bf16
+    head_op_per_s = peaks.int8 if form.is_int8 or form.is_head_int8 else peaks.bf16
 
     def part(num_bytes: float, num_ops: float, op_per_s: float) -> float:
         return max(num_bytes / read_bytes_per_s, num_ops / op_per_s)
 
     def weights(num_tokens: int) -> float:
         body = part(form.body_bytes, 2 * size.num_body_weights * num_tokens, op_per_s)
-        head = part(form.head_bytes, 2 * size.num_head_weights * cell.num_requests, op_per_s)
+        head = part(form.head_bytes, 2 * size.num_head_weights * cell.num_requests, head_op_per_s)
         return body + head
 
     def attention(layers: AttentionSize, num_kv_read: int, num_pairs: int) -> float:

@@ -6,7 +6,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +116,8 @@ def engine_formats(places: Places, options: Mapping[str, Any]) -> dict[str, Form
     in_bf16 = Format(
         BF16_BYTES * size.num_body_weights, BF16_BYTES * size.num_head_weights, BF16_BYTES, False
     )
+    # Greedy steps read a copy of the head in int8, and little of the head itself.
+    screened = replace(in_bf16, head_bytes=INT8_BYTES * size.num_head_weights, is_head_int8=True)
     tensors = read_header(places.gguf).tensors
     head = next(tensors[name] for name in HEAD_TENSORS if name in tensors)
     body_bytes = sum(t.num_bytes for name, t in tensors.items() if name not in HEAD_TENSORS)
@@ -126,7 +128,7 @@ def engine_formats(places: Places, options: Mapping[str, Any]) -> dict[str, Form
 
     ours = INT8_BYTES if options.get("kv_cache_dtype") == "int8" else BF16_BYTES
     return {
-        "kvloom-bf16": in_bf16,
+        "kvloom-bf16": screened,
         "kvloom-q4": quantised(ours),
         "pace": in_bf16,
         "pace-eager": in_bf16,

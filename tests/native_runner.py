@@ -45,6 +45,7 @@ class NativeRunner:
 
     Attributes:
         packed: what matrices are packed as.
+        weights: random ones if there are none.
     """
 
     config: Mapping[str, Any]
@@ -54,6 +55,7 @@ class NativeRunner:
     rank: TensorParallelRank = field(default_factory=TensorParallelRank)
     communicator: Any = field(default_factory=SingleRankCommunicator)
     sizes: StepSizes = SIZES
+    weights: Mapping[str, np.ndarray] | None = None
 
     def __post_init__(self) -> None:
         dtypes = ModelDTypes(DType.FLOAT32, self.kv_dtype)
@@ -83,7 +85,7 @@ class NativeRunner:
         layer.storage = self.backend.view_kv(raw, spec, NUM_BLOCKS)
 
     def _load_weights(self) -> None:
-        weights = make_weights(tensor_shapes(self.config))
+        weights = self.weights or make_weights(tensor_shapes(self.config))
         load_weights(self.model, MemoryCheckpoint(weights), self._pack)
 
     def _pack(self, parameter: Parameter, array: np.ndarray) -> Any:

@@ -18,6 +18,7 @@ void bind_weights(nb::module_& module) {
            nb::arg("first_row"))
       .def_prop_ro("nbytes", &Weight::num_bytes)
       .def_prop_ro("format", &Weight::format_name)
+      .def_prop_ro("num_outputs", [](const Weight& self) { return self.stack().first.num_outputs; })
       .def_prop_ro("num_inputs",
                    [](const Weight& weight) { return weight.stack().first.num_inputs; });
   nb::class_<WeightPool>(module, "WeightPool")
@@ -43,6 +44,38 @@ void bind_weights(nb::module_& module) {
       },
       nb::arg("format"), nb::arg("num_inputs"),
       "Bytes each thread needs to multiply by a weight of this format.");
+}
+
+Screen* make_screen(ThreadTeam& team, const Weight& weight) {
+  const PackedWeight& exact = weight.packed();
+  if (exact.format != Format::BF16 || exact.order != OutputOrder::Plain) {
+    throw nb::value_error("only plain BF16 weights are screened");
+  }
+  auto screen = std::make_unique<Screen>(exact);
+  const int panels = num_panels(exact.order, exact.num_outputs);
+  nb::gil_scoped_release unlocked;
+  team.run([&](int thread) noexcept {
+    team.for_each_item(thread, panels,
+                       [&](int64_t panel) { screen->make_panel(static_cast<int>(panel)); });
+  });
+  return screen.release();
+}
+
+void bind_screen(nb::module_& module) {
+  nb::class_<Screen>(module, "Screen", "A copy of a weight that finds its greatest outputs.")
+      .def_prop_ro("is_usable", &Screen::is_usable, "Whether all weights are usual numbers.");
+  module.def("make_screen", &make_screen, nb::arg("team"), nb::arg("weight"),
+             nb::rv_policy::take_ownership, nb::keep_alive<0, 2>());
+  module.def(
+      "screen_bytes",
+      [](int64_t num_outputs, int64_t num_inputs, int64_t max_num_rows) {
+        const int width = checked_size(num_inputs, "num_inputs is out of range");
+        return Screen::num_bytes(checked_size(num_outputs, "num_outputs is out of range"), width) +
+               ScreenedHead::num_bytes(checked_size(max_num_rows, "max_num_rows is out of range"),
+                                       width);
+      },
+      nb::arg("num_outputs"), nb::arg("num_inputs"), nb::arg("max_num_rows"),
+      "Bytes of a screen, and of a program that uses it.");
 }
 
 // Small records that the builder takes; keyword arguments only, so that nothing is mixed up.
@@ -147,6 +180,7 @@ void bind_attention_records(nb::module_& module) {
 
 void bind_program(nb::module_& module) {
   bind_weights(module);
+  bind_screen(module);
   bind_records(module);
   bind_attention_records(module);
   bind_stack_records(module);
@@ -164,6 +198,8 @@ void bind_program(nb::module_& module) {
       .def("linear", &Builder::linear, nb::arg("x_slot"), nb::arg("weight"),
            nb::arg("bias").noconvert().none(), nb::arg("kind"), nb::arg("activation"),
            nb::arg("out"), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>())
+      .def("screened_logits", &Builder::screened_logits, nb::arg("x_slot"), nb::arg("weight"),
+           nb::arg("screen"), nb::arg("out"), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>())
       .def("gated_pack", &Builder::gated_pack, nb::arg("x_slot"), nb::arg("weight"),
            nb::arg("bias").noconvert().none(), nb::arg("activation"), nb::arg("next"),
            nb::arg("out"), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>())

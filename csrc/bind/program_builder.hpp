@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "kvloom/program_instructions.hpp"
+#include "kvloom/program_screen.hpp"
 #include "program_heads.hpp"
 #include "program_step.hpp"
 #include "program_weights.hpp"
@@ -91,6 +92,26 @@ class ProgramBuilder {
     check_product(weight.packed(), x_slot, result, bias);
     if (result.kind == EpilogueKind::GatedStore)
       result.activation = named(kActivations, activation);
+    add<GemmInstruction>(weight.packed(), x_slot, result);
+  }
+
+  // The program's result, which a step may want the best of: found by a screen of the weight's
+  // then.
+  void screened_logits(int x_slot, const Weight& weight, const Screen& screen, const Operand& out) {
+    check(out.rows == RowCount::Logits, "logits: a row for each row of logits");
+    check_result(out);
+    check(screen.exact().panels == weight.packed().panels,
+          "logits: the screen is another weight's");
+    check(out.width > 1, "linear: the best of one logit is no choice");
+    ProductResult result;
+    result.are_logits = result.are_screened = true;
+    result.out = out;
+    check_product(weight.packed(), x_slot, result, std::nullopt);
+    auto head = std::make_shared<ScreenedHead>(screen, x_slot, out, sizes_.max_num_rows);
+    add<CoarseRowsInstruction>(head);
+    add<EstimateInstruction>(head);
+    add<CandidatesInstruction>(head);
+    add<WholeHeadInstruction>(head);
     add<GemmInstruction>(weight.packed(), x_slot, result);
   }
 

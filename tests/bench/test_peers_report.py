@@ -116,18 +116,18 @@ def test_limit_of_reading_alone():
     assert limit_seconds(cell, SIZE, form, 1.0, free) == pytest.approx(2200 + 120 + 2200 + 160)
 
 
-@pytest.mark.parametrize("is_int8", [False, True])
-def test_limit_of_arithmetic_alone(is_int8):
+@pytest.mark.parametrize(("is_int8", "head_too"), [(False, 1), (True, 2), (False, 2)])
+def test_limit_of_arithmetic_alone(is_int8, head_too):
     """Memory is free: 2 operations per weight and token, the head for the last token only.
 
     Attention: 3 tokens see 1 + 2 + 3 keys, and the next one 4; 20 products each, always in bf16.
     """
     cell = Cell("", 1, 3, 2)
-    form = Format(2000.0, 200.0, 2.0, is_int8)
-    weights = 2 * 1000 * 3 + 2 * 100 + 2 * 1000 + 2 * 100
+    form = Format(2000.0, 200.0, 2.0, is_int8, is_head_int8=head_too == 2)
+    body, head = 2 * 1000 * 3 + 2 * 1000, 2 * 100 + 2 * 100
     attention = 2 * 20 * (6 + 4)
     limit = limit_seconds(cell, SIZE, form, 1e30, OpsPerSecond(1.0, 2.0))
-    assert limit == pytest.approx(weights / (2 if is_int8 else 1) + attention)
+    assert limit == pytest.approx(body / (2 if is_int8 else 1) + head / head_too + attention)
 
 
 def test_limit_of_layers_with_a_window():

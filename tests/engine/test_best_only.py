@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvloom import LLM, SamplingParams, StructuredOutputs
+from kvloom.ops import native_lowering
 from kvloom.ops.base import Batch
 from kvloom.ops.native_program import NativeProgram
 from tiny_folder import greedy, make_tiny_folder
@@ -78,12 +79,21 @@ def test_one_request_that_asks_for_more_is_given_all_logits(
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"has_async_stepping": False}, {"num_draft_tokens": 3}, {"num_threads": 1}],
+    [
+        {},
+        {"has_async_stepping": False},
+        {"num_draft_tokens": 3},
+        {"num_threads": 1},
+        {"dtype": "bfloat16"},
+        {"dtype": "bfloat16", "num_draft_tokens": 3},
+    ],
     ids=str,
 )
 def test_texts_are_those_of_all_logits(
-    folder: Path, seen: list[bool], options: dict[str, Any]
+    folder: Path, seen: list[bool], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of a head in bfloat16 a screen finds the best."""
+    monkeypatch.setattr(native_lowering, "MIN_SCREENED_SIZE", 0)
     llm = LLM(model=str(folder), num_blocks=200, backend="native", **options)
     found = texts_of(llm, greedy(max_tokens=40))
     assert set(seen) == {True}

@@ -106,7 +106,7 @@ class BadBuilder:
     """Calls of a program's builder that may or may not fit together."""
 
     def __init__(self, library: Any, team: Any, rng: random.Random) -> None:
-        self.kernels, self.rng = library, rng
+        self.kernels, self.team, self.rng = library, team, rng
         slots = [library.SlotSpec(i == 3, self.pick([4096], [0, 128, 256])) for i in range(4)]
         most = {f"max_num_{name}": self.pick([1, 8], [-1]) for name in ("tokens", "rows")}
         length = self.pick([64], [0, 2**40])
@@ -190,6 +190,7 @@ class BadBuilder:
                 slot(), weight(), bias(), rng.choice(["store", "logits"]), "silu", operand()
             ),
             lambda: program.linear(slot(), gated(1), None, "gated", "gelu", operand()),
+            self.screen,
             lambda: program.gated_pack(slot(), gated(1), None, "silu", weight(), operand()),
             lambda: program.pack_heads(operand(64), weight(2), slot()),
             lambda: program.head_linear(slot(), weight(2), operand(64)),
@@ -201,6 +202,15 @@ class BadBuilder:
             lambda: program.down_experts(layer(), slot(), weight(2), None, operand(64)),
             lambda: program.sum_experts(layer(), operand(64), operand()),
         ]
+
+    def screen(self) -> None:
+        """Of a weight, perhaps another one than the product's; x may lie where the result does."""
+        kind, width = self.pick(["BF16"], ["F32", "Q8"]), self.pick([32], [33, 64, 1])
+        weight = self.kernels.WeightPool().allocate(kind, False, width, 32, 1)
+        screened = self.pick([weight], [self.weight()])
+        screen = self.kernels.make_screen(self.team, screened)
+        out = self.kernels.Operand(self.pick([3], [0]), self.pick([True], [False]), 32)
+        self.program.screened_logits(self.pick([3], [0, -1]), weight, screen, out)
 
     def routing(self) -> Any:
         rng = self.rng

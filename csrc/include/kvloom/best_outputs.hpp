@@ -12,7 +12,8 @@
 
 namespace kvloom {
 
-// Lies where the row would; the row has at least two outputs. Float is float, or const float.
+// In the memory of the row whose outputs they stand for, which has at least two. Float is float, or
+// const float.
 template <class Float>
 struct BestOutputs {
   BestOutputs(Float* row, int num_outputs)
@@ -24,7 +25,7 @@ struct BestOutputs {
   Float* greatest;  // [num_panels] of each panel's outputs; NaN if one of them is
   Float* lanes;     // [num_panels] which of the panel's outputs, the first of equal ones: an int32
 
-  // Of a panel's first lane on; below kPanelOutputs whatever the memory holds.
+  // A lane of the panel, whatever the memory holds.
   int lane(int panel) const {
     int32_t lane;
     std::memcpy(&lane, lanes + panel, sizeof(lane));

@@ -5,19 +5,22 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 
 #include "kvloom/best_outputs.hpp"
 #include "kvloom/format.hpp"
 #include "kvloom/gemm_activation.hpp"
+#include "kvloom/output_bounds.hpp"
 #include "kvloom/pack_rows.hpp"
 #include "kvloom/simd.hpp"
 
 namespace kvloom {
 
 enum class EpilogueKind {
-  Store,  // out[m][n] = y
-  Add,    // out[m][n] += y: the residual
-  Best,   // out[m] becomes BestOutputs
+  Store,   // out[m][n] = y
+  Add,     // out[m][n] += y: the residual
+  Best,    // out[m] becomes BestOutputs
+  Bounds,  // out[m] becomes those of each panel's greatest
   // activation(gate_i) * up_i from a GateUp weight, [num_rows, num_outputs / 2]:
   GatedStore,  // as f32 rows
   GatedPack,   // as the packed rows of the next GEMM
@@ -27,13 +30,19 @@ enum class EpilogueKind {
 struct Epilogue {
   EpilogueKind kind = EpilogueKind::Store;
   Activation activation = Activation::Silu;
-  const float* bias = nullptr;  // [num_outputs], gate before up, or none
-  float* out = nullptr;         // f32 rows; not with GatedPack
-  size_t out_stride = 0;        // floats from one row of out to the next
-  PackedRows packed;            // GatedPack: num_inputs = num_outputs / 2
+  const float* bias = nullptr;           // [num_outputs], gate before up, or none
+  float* out = nullptr;                  // f32 rows; not with GatedPack
+  size_t out_stride = 0;                 // floats from one row of out to the next
+  PackedRows packed;                     // GatedPack: num_inputs = num_outputs / 2
+  const OutputBounds* bounds = nullptr;  // Bounds: by which the products are estimates
 };
 
 constexpr bool is_gated(EpilogueKind kind) { return kind >= EpilogueKind::GatedStore; }
+
+// Whether of each panel of a row two numbers are kept, and no outputs.
+constexpr bool is_summary(EpilogueKind kind) {
+  return kind == EpilogueKind::Best || kind == EpilogueKind::Bounds;
+}
 
 // Panels whose products an epilogue takes together: a packed group of 32 gated values needs two.
 constexpr int kMaxUnitPanels = 2;
@@ -121,7 +130,7 @@ inline void finish_gated_tile(const PackedWeight& weight, const Epilogue& epilog
 // matrix are pages apart, and no hardware foresees so many places.
 // Inlined by force: GCC takes a function of prefetches alone for one without effect, and drops it.
 KVLOOM_INLINE void look_ahead_to_outputs(const Epilogue& epilogue, const TileProducts& products) {
-  if (epilogue.kind == EpilogueKind::GatedPack || epilogue.kind == EpilogueKind::Best) return;
+  if (epilogue.kind == EpilogueKind::GatedPack || is_summary(epilogue.kind)) return;
   const int width = is_gated(epilogue.kind) ? kPanelOutputs / 2 : kPanelOutputs;
   for (int r = 0; r < products.num_rows; ++r) {
     const size_t row = static_cast<size_t>(products.first_row + r);
@@ -130,6 +139,17 @@ KVLOOM_INLINE void look_ahead_to_outputs(const Epilogue& epilogue, const TilePro
     prefetch_l2(reinterpret_cast<const void*>(first));
     prefetch_l2(reinterpret_cast<const void*>(first + kCacheLineBytes));
   }
+}
+
+// One row's outputs of a panel, those beyond the weight -inf.
+inline void summarise_row(const PackedWeight& weight, const Epilogue& epilogue,
+                          const TileProducts& products, int index) {
+  const int row = products.first_row + index;
+  float* out = epilogue.out + epilogue.out_stride * static_cast<size_t>(row);
+  const BestOutputs<float> kept(out, weight.num_outputs);
+  if (epilogue.kind == EpilogueKind::Best)
+    return keep_best(products.y[0][index], products.panel, kept);
+  keep_bounds(products.y[0][index], products.panel, *epilogue.bounds, row, kept);
 }
 
 inline void finish_tile(const PackedWeight& weight, const Epilogue& epilogue,
@@ -143,15 +163,14 @@ inline void finish_tile(const PackedWeight& weight, const Epilogue& epilogue,
   const int first = products.panel * kPanelOutputs;
   const int count = std::min(kPanelOutputs, weight.num_outputs - first);
   for (int r = 0; r < products.num_rows; ++r) {
-    const float* y = products.y[0][r];
-    float* row = epilogue.out + epilogue.out_stride * static_cast<size_t>(products.first_row + r);
-    if (epilogue.kind != EpilogueKind::Best) {
-      write_outputs(row + first, y, count, epilogue.kind == EpilogueKind::Add);
-    } else if (count == kPanelOutputs) {
-      keep_best(y, products.panel, {row, weight.num_outputs});
-    } else {
-      keep_best_of(y, count, products.panel, {row, weight.num_outputs});
+    float* y = products.y[0][r];
+    if (is_summary(epilogue.kind)) {
+      std::fill(y + count, y + kPanelOutputs, -std::numeric_limits<float>::infinity());
+      summarise_row(weight, epilogue, products, r);
+      continue;
     }
+    float* row = epilogue.out + epilogue.out_stride * static_cast<size_t>(products.first_row + r);
+    write_outputs(row + first, y, count, epilogue.kind == EpilogueKind::Add);
   }
 }
 

@@ -59,8 +59,8 @@ inline int kv_write_num_items(const KVWriteArgs& args) {
 }
 
 // ---- One head of one token into its place of a sub-block ----
-// Numbers are stored one by one: two tokens may share a unit, and other threads may be writing
-// theirs.
+// Nothing but the token's own numbers is written: two tokens may share a unit, and other threads
+// may be writing theirs.
 
 inline void store_keys_f32(const float* k, int size, char* keys, int token) {
   for (int i = 0; i < size; ++i) {

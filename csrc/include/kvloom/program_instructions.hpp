@@ -117,8 +117,15 @@ struct ProductResult {
   const float* bias = nullptr;
   Operand out;                      // with GatedPack: the slot of packed rows
   bool are_logits = false;          // what is kept of them is up to the step
+  bool are_screened = false;        // others find the best of them, if a step wants no more
   Format packed_for = Format::F32;  // GatedPack: the weight that reads them
 };
+
+inline MemoryRange weight_range(const PackedWeight& weight) {
+  const int panels = num_panels(weight.order, weight.num_outputs);
+  return {reinterpret_cast<uintptr_t>(group_at(weight, 0, 0)),
+          reinterpret_cast<uintptr_t>(group_at(weight, panels, 0))};
+}
 
 // x W^T and its epilogue, from packed rows.
 class GemmInstruction final : public Instruction {
@@ -135,6 +142,7 @@ class GemmInstruction final : public Instruction {
   int prepare(const StepContext& context) override {
     const int num_rows = num_rows_of(context.step, result_.out.rows);
     if (num_rows == 0) return 0;
+    if (result_.are_screened && context.step.wants_best_only) return 0;
     gemm_.rows.num_rows = num_rows;
     gemm_.rows.num_inputs = gemm_.weight.num_inputs;
     gemm_.rows.format = row_format_for(gemm_.weight.format, num_rows);
@@ -162,11 +170,7 @@ class GemmInstruction final : public Instruction {
     return gemm_scratch_bytes(gemm_.weight.format, gemm_.weight.num_inputs);
   }
 
-  MemoryRange weights() const override {
-    const int panels = num_panels(gemm_.weight.order, gemm_.weight.num_outputs);
-    return {reinterpret_cast<uintptr_t>(group_at(gemm_.weight, 0, 0)),
-            reinterpret_cast<uintptr_t>(group_at(gemm_.weight, panels, 0))};
-  }
+  MemoryRange weights() const override { return weight_range(gemm_.weight); }
 
   int64_t num_spare_fetches() const override {
     return num_panels(gemm_.weight.order, gemm_.weight.num_outputs);

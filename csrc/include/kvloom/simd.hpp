@@ -17,8 +17,7 @@
 // Each of these defines kIsaName, kLanes, the vector types and the operations that have an
 // instruction of their own: fma, vmax, vmin, round_to_i32, to_f32, load_bf16, store_bf16,
 // store_halves, pack_bf16_pairs, load_f16, widen_u8, widen_s8, store_i8, reduce_add, reduce_max,
-// dot_bf16,
-// dot_u8s8, dot_u7s8, lanes_of.
+// lanes_of, dot_bf16, dot_u8s8, dot_u7s8.
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
 #include "kvloom/simd/avx512.hpp"
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)

@@ -89,7 +89,11 @@ class Executable(Protocol):
         """Take the storage that the model's KV layers are bound to; before the first step."""
 
     def forward(self, batch: Batch, late_tokens: LateTokens | None = None) -> Value:
-        """Start a step: its logits [num_rows, vocab_size], valid until the next one runs."""
+        """Start a step: its logits [num_rows, vocab_size], valid until the next one runs.
+
+        Where it keeps the best only, a batch that wants no more gets rows of that shape which only
+        its sampler can read.
+        """
 
 
 class Backend(Protocol):

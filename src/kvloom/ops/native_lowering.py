@@ -21,13 +21,21 @@ from kvloom.ops.native_tables import PositionTables, weight_or_ones
 from kvloom.ops.slots import SlotPlan
 from kvloom.ops.tape import Operation, Rows, Tape, TapeInput, TapeValue
 
+MIN_SCREENED_SIZE = 1 << 22  # numbers of a weight
+
 
 class Lowering:
     """Adds operations to a program: `_lower_X` adds operation X."""
 
     def __init__(
-        self, library: ModuleType, program: Any, tape: Tape, plan: SlotPlan, sizes: StepSizes
+        self,
+        library_and_team: tuple[ModuleType, Any],
+        program: Any,
+        tape: Tape,
+        plan: SlotPlan,
+        sizes: StepSizes,
     ) -> None:
+        library, self._team = library_and_team
         self._library = library
         self._program = program
         self._plan = plan
@@ -87,6 +95,12 @@ class Lowering:
     def _lower_logits(
         self, out: TapeValue, x: TapeValue, weight: Parameter, bias: Parameter | None
     ) -> None:
+        if is_screened(weight.value, bias):
+            screen = self._library.make_screen(self._team, weight.value)
+            if screen.is_usable:
+                values = weight.value, screen, self.operand(out)
+                self._program.screened_logits(self._slot(x), *values)
+                return
         self._multiply(out, x, weight, bias, ("logits", "silu"))
 
     def _lower_add_linear(
@@ -317,7 +331,18 @@ class Lowering:
 
 def makes_logits(tape: Tape, operation: Operation) -> bool:
     """Whether it is a product that nothing is done to: then a step may keep its best only."""
-    return operation.name == "linear" and operation.output.index == tape.result.index
+    if operation.name != "linear" or operation.output.index != tape.result.index:
+        return False
+    return operation.output.width > 1  # or there is no choice
+
+
+def is_screened(weight: Any, bias: Parameter | None) -> bool:
+    """Whether the best of a product by a packed weight is found by a `Screen`.
+
+    Estimates and what follows them take some steps more: they must have something to save.
+    """
+    size = weight.num_outputs * weight.num_inputs
+    return bias is None and weight.format == "BF16" and size >= MIN_SCREENED_SIZE
 
 
 def _is_view(operation: Operation) -> bool:

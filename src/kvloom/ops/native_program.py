@@ -13,7 +13,7 @@ from kvloom.errors import UnsupportedModelError
 from kvloom.ops.backend import LateTokens, StepSizes
 from kvloom.ops.base import AttentionMetadata, Batch, Communicator, Experts, Parameter
 from kvloom.ops.native_attention import attention_bytes
-from kvloom.ops.native_lowering import Lowering, makes_logits
+from kvloom.ops.native_lowering import Lowering, is_screened, makes_logits
 from kvloom.ops.native_tables import table_bytes
 from kvloom.ops.slots import SlotPlan, plan_slots
 from kvloom.ops.tape import Operation, Rows, Tape, TapeValue
@@ -68,6 +68,7 @@ class NativeProgram:
             + attention_bytes(self._library, self._tape, self._sizes, self._team.num_threads)
             + table_bytes(self._tape, self._sizes.max_model_len)
             + self._order_bytes()
+            + self._screen_bytes()
         )
 
     def bind(self) -> None:
@@ -77,7 +78,8 @@ class NativeProgram:
             ValueError: what the library refuses.
         """
         program = self._make_program(plan := self._plan_slots())
-        lowering = Lowering(self._library, program, self._tape, plan, self._sizes)
+        tools = self._library, self._team
+        lowering = Lowering(tools, program, self._tape, plan, self._sizes)
         for operation in self._tape.operations:
             if operation.name in _COLLECTIVES:
                 program.end_segment()
@@ -89,6 +91,7 @@ class NativeProgram:
     def forward(self, batch: Batch, late_tokens: LateTokens | None = None) -> Array:
         """Logits [num_rows, vocab_size]: a view of native memory, valid until the next step.
 
+        Of a batch that wants the best only they are `BestOutputs` of the library, row by row.
         One rank alone only starts, and the team's `finish` waits for it.
         """
         library, program = self._library, self._program
@@ -186,6 +189,17 @@ class NativeProgram:
         }
         needed = self._library.expert_order_bytes
         return sum(needed(*order, max_num_rows) for order in orders)
+
+    def _screen_bytes(self) -> int:
+        """Of the int8 copy of a head by which its best outputs are found."""
+        head = self._writers[self._tape.result.index]
+        if not makes_logits(self._tape, head):
+            return 0
+        _, weight, bias = head.arguments
+        if not is_screened(weight.value, bias):
+            return 0
+        shape = weight.value.num_outputs, weight.value.num_inputs
+        return int(self._library.screen_bytes(*shape, self._sizes.max_num_rows))
 
     def _arguments_of(self, name: str, count: int) -> Iterator[tuple[Any, ...]]:
         """The first arguments of all operations of a name."""

@@ -1,0 +1,192 @@
+// The head of a program, screened: see screen.hpp. These instructions run in steps that want the
+// best of their logits only, and one that is left over where too much would have to be exact.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "kvloom/program_instructions.hpp"
+#include "kvloom/screen.hpp"
+
+namespace kvloom {
+
+// What the instructions share.
+struct ScreenedHead {
+  ScreenedHead(const Screen& screen, int x_slot, const Operand& out, int max_num_rows)
+      : screen(screen),
+        x_slot(x_slot),
+        out(out),
+        coarse_memory(coarse_bytes(max_num_rows, screen.exact().num_inputs)),
+        bounds(static_cast<size_t>(max_num_rows)) {}
+
+  static size_t coarse_bytes(int max_num_rows, int num_inputs) {
+    return packed_rows_bytes(RowFormat::S8, max_num_rows, num_inputs);
+  }
+  static size_t num_bytes(int max_num_rows, int num_inputs) {
+    return coarse_bytes(max_num_rows, num_inputs) +
+           sizeof(RowBound) * static_cast<size_t>(max_num_rows);
+  }
+
+  // Rows of this step.
+  PackedRows exact_rows(const StepContext& context) const {
+    return {RowFormat::BF16, context.step.num_rows, screen.exact().num_inputs,
+            context.arena.bytes(x_slot)};
+  }
+  PackedRows coarse_rows(const StepContext& context) const {
+    return {RowFormat::S8, context.step.num_rows, screen.exact().num_inputs, coarse_memory.data()};
+  }
+  Epilogue epilogue(const StepContext& context, EpilogueKind kind) const {
+    Epilogue made;
+    made.kind = kind;
+    made.out = context.arena.floats(out.slot);
+    made.out_stride = static_cast<size_t>(out.width);
+    return made;
+  }
+
+  const Screen& screen;
+  const int x_slot;
+  const Operand out;
+  const Region coarse_memory;
+  std::vector<RowBound> bounds;
+  // Panels that single rows are multiplied with, and whether they are too many.
+  std::atomic<int64_t> num_candidates{0};
+  std::atomic<bool> is_whole_wanted{false};
+};
+
+// Rows in int8, with their bounds.
+class CoarseRowsInstruction final : public Instruction {
+ public:
+  explicit CoarseRowsInstruction(std::shared_ptr<ScreenedHead> head) : head_(std::move(head)) {}
+
+  int prepare(const StepContext& context) override {
+    if (!context.step.wants_best_only || context.step.num_rows == 0) return 0;
+    head_->num_candidates = 0;
+    head_->is_whole_wanted = false;
+    exact_ = head_->exact_rows(context);
+    coarse_ = head_->coarse_rows(context);
+    return num_tiles(exact_.num_rows);
+  }
+
+  void run_item(int tile, const ThreadContext& thread) override {
+    auto* values = reinterpret_cast<uint16_t*>(thread.scratch);
+    const int end = first_row_of_tile(exact_.num_rows, tile + 1);
+    for (int row = first_row_of_tile(exact_.num_rows, tile); row < end; ++row) {
+      unpack_bf16_row(exact_, row, values);
+      head_->bounds[static_cast<size_t>(row)] = pack_coarse_row(coarse_, row, values);
+    }
+  }
+
+  size_t scratch_bytes() const override {
+    return packed_rows_bytes(RowFormat::BF16, 1, head_->screen.exact().num_inputs);
+  }
+
+ private:
+  std::shared_ptr<ScreenedHead> head_;
+  PackedRows exact_, coarse_;
+};
+
+// Estimates of all outputs, of which the bounds of each panel are kept.
+class EstimateInstruction final : public Instruction {
+ public:
+  explicit EstimateInstruction(std::shared_ptr<ScreenedHead> head) : head_(std::move(head)) {}
+
+  int prepare(const StepContext& context) override {
+    plan_ = {};
+    if (!context.step.wants_best_only || context.step.num_rows == 0) return 0;
+    const Screen& screen = head_->screen;
+    bounds_ = {screen.norms(), screen.errors(), head_->bounds.data()};
+    gemm_ = {screen.coarse(), head_->coarse_rows(context),
+             head_->epilogue(context, EpilogueKind::Bounds)};
+    gemm_.epilogue.bounds = &bounds_;
+    plan_ = plan_gemm(gemm_, context.num_threads);
+    return plan_.num_items;
+  }
+
+  void run_item(int item, const ThreadContext& thread) override {
+    run_gemm_item(gemm_, plan_, item, thread.scratch);
+  }
+
+  MemoryRange weights() const override { return weight_range(head_->screen.coarse()); }
+
+ private:
+  std::shared_ptr<ScreenedHead> head_;
+  OutputBounds bounds_{};
+  Gemm gemm_;
+  GemmPlan plan_;
+};
+
+// The panels of a row that may hold its greatest output, exactly.
+class CandidatesInstruction final : public Instruction {
+ public:
+  explicit CandidatesInstruction(std::shared_ptr<ScreenedHead> head) : head_(std::move(head)) {}
+
+  int prepare(const StepContext& context) override {
+    if (!context.step.wants_best_only) return 0;
+    rows_ = head_->exact_rows(context);
+    out_ = context.arena.floats(head_->out.slot);
+    return rows_.num_rows;
+  }
+
+  void run_item(int row, const ThreadContext& thread) override {
+    const PackedWeight& exact = head_->screen.exact();
+    const BestOutputs<float> kept(out_ + int64_t{row} * head_->out.width, exact.num_outputs);
+    const float least = least_maximum(kept);
+    const int count = std::isfinite(least) ? count_candidates(kept, least) : kept.num_panels;
+    // Beyond half of what the tiles of the whole product read, that one is as fast.
+    const int64_t most = int64_t{kept.num_panels} * num_tiles(rows_.num_rows) / 2;
+    if (head_->num_candidates.fetch_add(count) + count > most) {
+      head_->is_whole_wanted = true;
+      return;
+    }
+    auto* values = reinterpret_cast<uint16_t*>(thread.scratch);
+    unpack_bf16_row(rows_, row, values);
+    finish_candidates({exact, values, kept}, least);
+  }
+
+  size_t scratch_bytes() const override {
+    return packed_rows_bytes(RowFormat::BF16, 1, head_->screen.exact().num_inputs);
+  }
+
+ private:
+  std::shared_ptr<ScreenedHead> head_;
+  PackedRows rows_;
+  float* out_ = nullptr;
+};
+
+// The best of the whole product, where the candidates were too many.
+class WholeHeadInstruction final : public Instruction {
+ public:
+  explicit WholeHeadInstruction(std::shared_ptr<ScreenedHead> head) : head_(std::move(head)) {}
+
+  int prepare(const StepContext& context) override {
+    if (!context.step.wants_best_only || context.step.num_rows == 0) return 0;
+    gemm_ = {head_->screen.exact(), head_->exact_rows(context),
+             head_->epilogue(context, EpilogueKind::Best)};
+    plan_ = plan_gemm(gemm_, context.num_threads);
+    num_parts_ = std::min(plan_.num_items, kPartsPerThread * context.num_threads);
+    return num_parts_;
+  }
+
+  void run_item(int part, const ThreadContext& thread) override {
+    if (!head_->is_whole_wanted) return;
+    const int end = part_start(plan_.num_items, part + 1, num_parts_);
+    for (int item = part_start(plan_.num_items, part, num_parts_); item < end; ++item) {
+      run_gemm_item(gemm_, plan_, item, thread.scratch);
+    }
+  }
+
+ private:
+  static constexpr int kPartsPerThread = 8;  // few, since mostly nothing is to be done
+
+  std::shared_ptr<ScreenedHead> head_;
+  Gemm gemm_;
+  GemmPlan plan_;
+  int num_parts_ = 0;
+};
+
+}  // namespace kvloom

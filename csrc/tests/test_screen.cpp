@@ -1,0 +1,156 @@
+// The screen of a weight against the whole product.
+#include "kvloom/screen.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "check.hpp"
+
+namespace kvloom {
+namespace {
+
+using testing::Random;
+
+constexpr int kRows = kMaxTileRows + 1;
+
+// Rows and a weight, whose whole product is known.
+struct Fixture {
+  Fixture(int num_outputs, int num_inputs)
+      : panels(packed_weight_bytes(Format::BF16, OutputOrder::Plain, num_outputs, num_inputs)),
+        packed(packed_rows_bytes(RowFormat::BF16, kRows, num_inputs)),
+        coarse(packed_rows_bytes(RowFormat::S8, kRows, num_inputs)),
+        all(static_cast<size_t>(kRows * num_outputs)),
+        kept(all.size()) {
+    weight = {Format::BF16, OutputOrder::Plain, num_outputs, num_inputs, panels.data()};
+    rows = {RowFormat::BF16, kRows, num_inputs, packed.data()};
+    coarse_rows = {RowFormat::S8, kRows, num_inputs, coarse.data()};
+  }
+
+  void fill(const std::vector<float>& weights, const std::vector<float>& x) {
+    const auto* bytes = reinterpret_cast<const uint8_t*>(weights.data());
+    pack_outputs(weight, {SourceFormat::F32, bytes, 0, weight.num_outputs});
+    for (int row = 0; row < kRows; ++row) pack_row(rows, row, x.data() + row * weight.num_inputs);
+    Epilogue epilogue;
+    epilogue.out = all.data();
+    run({weight, rows, epilogue});
+  }
+
+  void run(Gemm gemm) const {
+    gemm.epilogue.out_stride = static_cast<size_t>(weight.num_outputs);
+    const GemmPlan plan = plan_gemm(gemm, 2);
+    for (int item = 0; item < plan.num_items; ++item) run_gemm_item(gemm, plan, item, nullptr);
+  }
+
+  // The bounds of all rows in `kept`.
+  void estimate(const Screen& screen) {
+    std::vector<uint16_t> values(static_cast<size_t>(padded_inputs(weight.num_inputs)));
+    for (int row = 0; row < kRows; ++row) {
+      unpack_bf16_row(rows, row, values.data());
+      row_bounds[row] = pack_coarse_row(coarse_rows, row, values.data());
+    }
+    const OutputBounds bounds{screen.norms(), screen.errors(), row_bounds};
+    Epilogue epilogue;
+    epilogue.kind = EpilogueKind::Bounds;
+    epilogue.bounds = &bounds;
+    epilogue.out = kept.data();
+    run({screen.coarse(), coarse_rows, epilogue});
+  }
+
+  BestOutputs<float> kept_of(int row) {
+    return {kept.data() + row * weight.num_outputs, weight.num_outputs};
+  }
+  const float* all_of(int row) const { return all.data() + row * weight.num_outputs; }
+
+  Region panels, packed, coarse;
+  PackedWeight weight;
+  PackedRows rows, coarse_rows;
+  RowBound row_bounds[kRows];
+  std::vector<float> all, kept;
+};
+
+void make_all(Screen& screen) {
+  const PackedWeight& weight = screen.exact();
+  for (int i = 0; i < num_panels(weight.order, weight.num_outputs); ++i) screen.make_panel(i);
+}
+
+KVLOOM_TEST(f16_numbers_below) {
+  Random random(3);
+  const auto check = [](float value) {
+    const uint16_t bits = truncate_to_f16(value);
+    CHECK(f16_to_f32(bits) <= value);
+    CHECK(bits == 0x7bff || f16_to_f32(static_cast<uint16_t>(bits + 1)) > value);
+  };
+  for (const float value : {0.0f, 1e-40f, 5.9e-8f, 6e-8f, 6.1e-5f, 1.0f, 65504.0f, 7e4f, 1e30f}) {
+    check(value);
+  }
+  for (int i = 0; i < 1000; ++i) {
+    check(std::fabs(std::ldexp(random.real(), static_cast<int>(random.integer(-30, 20)))));
+  }
+}
+
+KVLOOM_TEST(bounds_hold_and_the_best_is_that_of_the_whole_product) {
+  for (const int num_outputs : {2, 33, 640}) {
+    for (const int num_inputs : {7, 64, 200}) {
+      Random random(static_cast<uint64_t>(num_outputs + num_inputs));
+      Fixture fixture(num_outputs, num_inputs);
+      std::vector<float> weights = random.reals(int64_t{num_outputs} * num_inputs);
+      std::vector<float> x = random.reals(int64_t{kRows} * num_inputs);
+      // Outliers, equal outputs, a row of zeros, and numbers so small that f16 scales vanish.
+      for (size_t i = 0; i < x.size(); i += 37) x[i] *= 100.0f;
+      std::copy_n(weights.begin(), num_inputs, weights.end() - num_inputs);
+      std::fill_n(x.begin() + num_inputs, num_inputs, 0.0f);
+      for (int i = 0; i < num_inputs; ++i) x[static_cast<size_t>(2 * num_inputs + i)] *= 1e-30f;
+      fixture.fill(weights, x);
+      Screen screen(fixture.weight);
+      make_all(screen);
+      CHECK(screen.is_usable());
+      fixture.estimate(screen);
+      std::vector<uint16_t> values(static_cast<size_t>(padded_inputs(num_inputs)));
+      for (int row = 0; row < kRows; ++row) {
+        const BestOutputs<float> kept = fixture.kept_of(row);
+        const float* all = fixture.all_of(row);
+        for (int panel = 0; panel < kept.num_panels; ++panel) {
+          const float greatest =
+              *std::max_element(all + panel * kPanelOutputs,
+                                all + std::min((panel + 1) * kPanelOutputs, num_outputs));
+          CHECK(greatest <= kept.greatest[panel] && greatest >= kept.lanes[panel]);
+        }
+        const float least = least_maximum(kept);
+        const int count = count_candidates(kept, least);
+        CHECK(count >= 1 && count <= kept.num_panels);
+        unpack_bf16_row(fixture.rows, row, values.data());
+        finish_candidates({fixture.weight, values.data(), kept}, least);
+        const auto best = std::max_element(kept.greatest, kept.greatest + kept.num_panels);
+        const int panel = static_cast<int>(best - kept.greatest);
+        CHECK(panel * kPanelOutputs + kept.lane(panel) ==
+              std::max_element(all, all + num_outputs) - all);
+        CHECK(*best == *std::max_element(all, all + num_outputs));
+      }
+    }
+  }
+}
+
+KVLOOM_TEST(what_is_no_number_is_not_screened) {
+  for (const float strange : {std::nanf(""), INFINITY, -3e38f}) {
+    Fixture fixture(40, 64);
+    std::vector<float> weights(40 * 64, 0.5f), x(kRows * 64, 1.0f);
+    x[64 * 3 + 5] = strange;
+    fixture.fill(weights, x);
+    Screen screen(fixture.weight);
+    make_all(screen);
+    CHECK(screen.is_usable());
+    fixture.estimate(screen);
+    for (int row = 0; row < kRows; ++row) {
+      CHECK(std::isfinite(least_maximum(fixture.kept_of(row))) == (row != 3));
+    }
+    weights[70] = strange;
+    fixture.fill(weights, x);
+    make_all(screen);
+    CHECK(!screen.is_usable());
+  }
+}
+
+}  // namespace
+}  // namespace kvloom
