@@ -6,7 +6,8 @@
 //
 // Let x be a row, w an output's weights, x' and w' what int8 makes of them. Then
 //   |x w - x' w'| <= |x - x'| |w| + |x'| |w - w'|      (Cauchy and Schwarz)
-// and what n sums and products of floats come to is within n 2^-23 |x| |w| of what it should be.
+// and what n sums and products of floats come to is within n 2^-23 |x| |w| of what it should be; or
+// within n 2^-126, where numbers are so small that a machine takes them for 0.
 #pragma once
 
 #include <algorithm>
@@ -26,6 +27,9 @@ namespace kvloom {
 
 // Of rows and weights below it no estimate overflows.
 constexpr double kMostNorm = 1e15;
+
+// What norms are taken for at least: their product is above n 2^-126 for n up to 80,000.
+constexpr double kLeastRowNorm = 1e-14, kLeastNorm = 1e-19;
 
 // The greatest f16 that is not above value >= 0.
 inline uint16_t truncate_to_f16(float value) {
@@ -111,7 +115,7 @@ class Screen {
       pack_q8_block(group_at(coarse_, place.panel, group), place.lane, block);
     }
     float* norms = reinterpret_cast<float*>(norms_.data());
-    norms[output] = static_cast<float>(std::sqrt(square) * kRoundedUp);
+    norms[output] = static_cast<float>(std::max(std::sqrt(square), kLeastNorm) * kRoundedUp);
     norms[static_cast<size_t>(round_up(exact_.num_outputs, kPanelOutputs)) +
           static_cast<size_t>(output)] = static_cast<float>(std::sqrt(error) * kRoundedUp);
   }
@@ -157,7 +161,7 @@ inline RowBound pack_coarse_row(const PackedRows& coarse, int row, const uint16_
   }
   const double norm = std::sqrt(square), rounding = (coarse.num_inputs + 64) * 0x1p-23;
   if (!(norm < kMostNorm)) return {std::nanf(""), std::nanf("")};
-  return {static_cast<float>((std::sqrt(error) + rounding * norm) * 1.001),
+  return {static_cast<float>(std::max(std::sqrt(error) + rounding * norm, kLeastRowNorm) * 1.001),
           static_cast<float>(std::sqrt(coarse_square) * 1.001)};
 }
 
