@@ -53,10 +53,14 @@ Screen* make_screen(ThreadTeam& team, const Weight& weight) {
   }
   auto screen = std::make_unique<Screen>(exact);
   const int panels = num_panels(exact.order, exact.num_outputs);
+  // Before the threads begin, where running out of memory is an error.
+  const std::vector<float> row(static_cast<size_t>(padded_inputs(exact.num_inputs)));
+  std::vector<std::vector<float>> rows(static_cast<size_t>(team.num_threads()), row);
   nb::gil_scoped_release unlocked;
   team.run([&](int thread) noexcept {
-    team.for_each_item(thread, panels,
-                       [&](int64_t panel) { screen->make_panel(static_cast<int>(panel)); });
+    team.for_each_item(thread, panels, [&](int64_t panel) {
+      screen->make_panel(static_cast<int>(panel), rows[static_cast<size_t>(thread)].data());
+    });
   });
   return screen.release();
 }

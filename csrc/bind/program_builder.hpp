@@ -102,7 +102,7 @@ class ProgramBuilder {
     check_result(out);
     check(screen.exact().panels == weight.packed().panels,
           "logits: the screen is another weight's");
-    check(out.width > 1, "linear: the best of one logit is no choice");
+    check(out.width > 1, "logits: the best of one is no choice");
     ProductResult result;
     result.are_logits = result.are_screened = true;
     result.out = out;

@@ -72,7 +72,10 @@ struct Fixture {
 
 void make_all(Screen& screen) {
   const PackedWeight& weight = screen.exact();
-  for (int i = 0; i < num_panels(weight.order, weight.num_outputs); ++i) screen.make_panel(i);
+  std::vector<float> values(static_cast<size_t>(padded_inputs(weight.num_inputs)));
+  for (int i = 0; i < num_panels(weight.order, weight.num_outputs); ++i) {
+    screen.make_panel(i, values.data());
+  }
 }
 
 KVLOOM_TEST(f16_numbers_below) {
@@ -129,6 +132,28 @@ KVLOOM_TEST(bounds_hold_and_the_best_is_that_of_the_whole_product) {
         CHECK(*best == *std::max_element(all, all + num_outputs));
       }
     }
+  }
+}
+
+KVLOOM_TEST(bounds_hold_where_products_are_taken_for_0) {
+  // Of output 0 thirty products of 2^-127 each, which some machines flush; of output 40 one of
+  // 2^-126, which they keep.
+  constexpr int kOutputs = 64, kInputs = 32;
+  std::vector<float> weights(kOutputs * kInputs), x(kRows * kInputs);
+  for (size_t i = 1; i < kInputs; ++i) x[i] = (i == 1 ? 127.0f : 8.0f) * 0x1p-106f;
+  for (size_t i = 2; i < kInputs; ++i) weights[i] = 0x1p-24f;
+  weights[0] = weights[40 * kInputs] = 127.0f * 0x1p-24f;
+  weights[40 * kInputs + 2] = 0x1p-23f;
+  Fixture fixture(kOutputs, kInputs);
+  fixture.fill(weights, x);
+  Screen screen(fixture.weight);
+  make_all(screen);
+  fixture.estimate(screen);
+  const BestOutputs<float> kept = fixture.kept_of(0);
+  for (int panel = 0; panel < kept.num_panels; ++panel) {
+    const float* all = fixture.all_of(0) + panel * kPanelOutputs;
+    const float greatest = *std::max_element(all, all + kPanelOutputs);
+    CHECK(greatest <= kept.greatest[panel] && greatest >= kept.lanes[panel]);
   }
 }
 

@@ -71,17 +71,28 @@ def test_a_screened_head_finds_the_best_of_all_logits(
 
 
 @pytest.mark.usefixtures("screened")
-@pytest.mark.parametrize("spoilt", ["equal", "weight", "row"])
-def test_where_a_screen_cannot_tell_the_whole_head_is_multiplied(spoilt: str) -> None:
-    """Logits that are all equal, or strange ones: in one column, or of one token."""
+@pytest.mark.parametrize("num_tokens", [4, 12, 13, 40])
+@pytest.mark.parametrize("spoilt", ["equal", "weight", "row", "huge"])
+@pytest.mark.parametrize("isa", [isa for isa in built_isas() if can_run(isa)])
+def test_where_a_screen_cannot_tell_the_whole_head_is_multiplied(
+    isa: str, spoilt: str, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits that are all equal; strange ones in a column, or of a token; rows too large to bound.
+
+    Beside one such row there are a tile of good ones, or several.
+    """
+    monkeypatch.setenv("KVLOOM_ISA", isa)
     weights = make_weights(tensor_shapes(WIDE))
     head, embedding = weights["lm_head.weight"], weights["model.embed_tokens.weight"]
     if spoilt == "equal":
         head[:] = head[0]
+    elif spoilt == "huge":
+        weights["model.norm.weight"][:] = 1e16
     else:
         (head if spoilt == "weight" else embedding)[5] = np.nan
     runner = NativeRunner(WIDE, make_backend(), packed="BF16", weights=weights)
-    batch = runner.make_batch([Chunk([1, 5, 2, 3], make_table(1, 8), 0)])
+    ids = [1, *range(6, 4 + num_tokens), 5]  # what follows the spoilt one sees it
+    batch = runner.make_batch([Chunk(ids, make_table(1, 8), 0)])
     expected = keep_best(runner.forward(batch).copy())
     kept = read_best(runner.forward(replace(batch, wants_best_only=True)))
     np.testing.assert_array_equal(kept[0], expected[0])
@@ -93,7 +104,7 @@ def test_where_a_screen_cannot_tell_the_whole_head_is_multiplied(spoilt: str) ->
 def test_the_memory_of_a_screen_is_counted(
     packed: str, is_counted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An eighth more than a byte per number of the head and its rows, two floats per output."""
+    """34 bytes for 32 numbers of the head, two floats per output, and rows in int8."""
 
     def counted() -> int:
         return NativeRunner(WIDE, make_backend(), packed=packed).executable.activation_bytes
@@ -102,7 +113,8 @@ def test_the_memory_of_a_screen_is_counted(
     monkeypatch.setattr(native_lowering, "MIN_SCREENED_SIZE", 0)
     hidden, num_outputs = WIDE["hidden_size"], -(-WIDE["vocab_size"] // 32) * 32
     rows = SIZES.max_num_rows * (hidden // 32 * 40 + 8)
-    expected = num_outputs * (hidden // 32 * 34 + 8) + rows
+    scratch = 2 * 2 * hidden  # a row for each thread, which needed none before
+    expected = num_outputs * (hidden // 32 * 34 + 8) + rows + scratch
     assert counted() - before == (expected if is_counted else 0)
 
 

@@ -136,10 +136,10 @@ class CandidatesInstruction final : public Instruction {
     const PackedWeight& exact = head_->screen.exact();
     const BestOutputs<float> kept(out_ + int64_t{row} * head_->out.width, exact.num_outputs);
     const float least = least_maximum(kept);
-    const int count = std::isfinite(least) ? count_candidates(kept, least) : kept.num_panels;
+    const int count = count_candidates(kept, least);
     // Beyond half of what the tiles of the whole product read, that one is as fast.
     const int64_t most = int64_t{kept.num_panels} * num_tiles(rows_.num_rows) / 2;
-    if (head_->num_candidates.fetch_add(count) + count > most) {
+    if (!std::isfinite(least) || head_->num_candidates.fetch_add(count) + count > most) {
       head_->is_whole_wanted = true;
       return;
     }

@@ -15,7 +15,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <vector>
+#include <limits>
 
 #include "kvloom/arena.hpp"
 #include "kvloom/embedding.hpp"
@@ -63,7 +63,8 @@ inline double make_q8_block(const float* values, uint8_t* block) {
 // The copy of a BF16 weight, and how far it is off.
 class Screen {
  public:
-  // Of a plain weight, which must stay where it is. Call make_panel() for each of its panels.
+  // Of a plain weight, which must stay where and what it is. Call make_panel() for each of its
+  // panels.
   explicit Screen(const PackedWeight& exact)
       : exact_(exact),
         panels_(num_weight_bytes(exact.num_outputs, exact.num_inputs)),
@@ -75,11 +76,11 @@ class Screen {
     return num_weight_bytes(num_outputs, num_inputs) + 2 * norm_bytes(num_outputs);
   }
 
-  // Panels may be made by different threads.
-  void make_panel(int panel) {
+  // Panels may be made by different threads, with `values` [padded_inputs] of their own.
+  void make_panel(int panel, float* values) {
     const int first = panel * kPanelOutputs;
     const int end = std::min(first + kPanelOutputs, exact_.num_outputs);
-    std::vector<float> values(static_cast<size_t>(padded_inputs(exact_.num_inputs)));
+    std::fill_n(values, padded_inputs(exact_.num_inputs), 0.0f);
     for (int output = first; output < end; ++output) make_output(output, values);
   }
 
@@ -104,14 +105,14 @@ class Screen {
     return sizeof(float) * static_cast<size_t>(round_up(num_outputs, kPanelOutputs));
   }
 
-  void make_output(int output, std::vector<float>& values) {
-    unpack_row(exact_, output, values.data());
+  void make_output(int output, float* values) {
+    unpack_row(exact_, output, values);
     const PanelLane place = panel_lane(exact_, output);
     double square = 0.0, error = 0.0;
-    for (const float value : values) square += double{value} * value;
+    for (int i = 0; i < exact_.num_inputs; ++i) square += double{values[i]} * values[i];
     for (int group = 0; group < num_groups(exact_.num_inputs); ++group) {
       uint8_t block[2 + kGroupInputs];
-      error += make_q8_block(values.data() + group * kGroupInputs, block);
+      error += make_q8_block(values + group * kGroupInputs, block);
       pack_q8_block(group_at(coarse_, place.panel, group), place.lane, block);
     }
     float* norms = reinterpret_cast<float*>(norms_.data());
@@ -205,16 +206,17 @@ inline void finish_panel(const ExactRow& row, int panel) {
   keep_best_of(y, count, panel, row.kept);
 }
 
-// Bounds become BestOutputs: those of candidates exactly, and others that nobody chooses.
+// Bounds become BestOutputs: those of candidates exactly, and others that nobody chooses. `least`
+// is finite.
 inline void finish_candidates(const ExactRow& row, float least) {
   const vf32 none = broadcast(-std::numeric_limits<float>::infinity());
   float* greatest = row.kept.greatest;
   for (int first = 0; first < row.kept.num_panels; first += kLanes) {
     const int count = std::min(kLanes, row.kept.num_panels - first);
     const vf32 most =
-        count == kLanes ? load(greatest + first) : load_partial(greatest + first, count, none[0]);
+        count == kLanes ? load(greatest + first) : load_partial(greatest + first, count);
     count == kLanes ? store(greatest + first, none) : store_partial(greatest + first, none, count);
-    uint32_t left = lanes_of(most >= broadcast(least));
+    uint32_t left = lanes_of((most >= broadcast(least)) & first_lanes(count));
     for (; left != 0; left &= left - 1) finish_panel(row, first + __builtin_ctz(left));
   }
 }

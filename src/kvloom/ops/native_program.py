@@ -178,7 +178,9 @@ class NativeProgram:
             for logits, routing in self._arguments_of("route", 2)
         ]
         rows = [_FLOAT_BYTES * x.width for (x,) in self._arguments_of("pack_experts", 1)]
-        return int(max((*products, *routers, *rows), default=0) * self._team.num_threads)
+        return int(max((*products, *routers, *rows, self._screened_row_bytes()), default=0)) * (
+            self._team.num_threads
+        )
 
     def _order_bytes(self) -> int:
         """Of the orders in which experts meet their tokens."""
@@ -192,14 +194,24 @@ class NativeProgram:
 
     def _screen_bytes(self) -> int:
         """Of the int8 copy of a head by which its best outputs are found."""
+        weight = self._screened_head()
+        if weight is None:
+            return 0
+        shape = weight.num_outputs, weight.num_inputs
+        return int(self._library.screen_bytes(*shape, self._sizes.max_num_rows))
+
+    def _screened_row_bytes(self) -> int:
+        weight = self._screened_head()
+        if weight is None:
+            return 0
+        return int(self._library.packed_row_bytes(weight.format, weight.num_inputs))
+
+    def _screened_head(self) -> Any:
         head = self._writers[self._tape.result.index]
         if not makes_logits(self._tape, head):
-            return 0
+            return None
         _, weight, bias = head.arguments
-        if not is_screened(weight.value, bias):
-            return 0
-        shape = weight.value.num_outputs, weight.value.num_inputs
-        return int(self._library.screen_bytes(*shape, self._sizes.max_num_rows))
+        return weight.value if is_screened(weight.value, bias) else None
 
     def _arguments_of(self, name: str, count: int) -> Iterator[tuple[Any, ...]]:
         """The first arguments of all operations of a name."""
