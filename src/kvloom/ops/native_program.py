@@ -178,9 +178,8 @@ class NativeProgram:
             for logits, routing in self._arguments_of("route", 2)
         ]
         rows = [_FLOAT_BYTES * x.width for (x,) in self._arguments_of("pack_experts", 1)]
-        return int(max((*products, *routers, *rows, self._screened_row_bytes()), default=0)) * (
-            self._team.num_threads
-        )
+        most = max((*products, *routers, *rows, self._screened_row_bytes()))
+        return int(most * self._team.num_threads)
 
     def _order_bytes(self) -> int:
         """Of the orders in which experts meet their tokens."""
