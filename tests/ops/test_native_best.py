@@ -147,6 +147,13 @@ def test_what_is_done_to_logits_needs_all_of_them(case: str, keeps_best: bool) -
     assert NativeRunner(config, make_backend()).executable.keeps_best == keeps_best
 
 
+def test_a_vocabulary_of_one_token_is_no_choice() -> None:
+    runner = NativeRunner({**CONFIG, "vocab_size": 1}, make_backend())
+    assert not runner.executable.keeps_best
+    (logits,) = runner.step([Chunk([0, 0], make_table(1, 4), 0)])
+    assert logits.shape == (2, 1)
+
+
 def test_ranks_gather_all_logits() -> None:
     def keeps_best(rank: Any, communicator: Any) -> bool:
         runner = NativeRunner(CONFIG, make_backend(1), rank=rank, communicator=communicator)
