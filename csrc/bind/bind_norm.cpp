@@ -62,13 +62,13 @@ void pack_rows(In<float, 2> x, In<float, 1> weight, nb::object eps, const std::s
                         packed.data()};
   check(packed.shape(0) == packed_rows_bytes(rows.format, rows.num_rows, rows.num_inputs),
         "packed does not have the bytes of these rows");
-  for (int row = 0; row < rows.num_rows; ++row) {
-    const float* values = x.data() + row * size;
+  const GroupRange all{0, num_groups(rows.num_inputs)};
+  for (int tile = 0; tile < num_tiles(rows.num_rows); ++tile) {
     if (eps.is_none()) {
-      pack_row(rows, row, values);
+      pack_tile(rows, tile, all, x.data(), size);
     } else {
-      const GroupRange all{0, num_groups(rows.num_inputs)};
-      rms_norm_pack_row(values, {weight.data(), size, nb::cast<float>(eps)}, rows, row, all);
+      const RmsNorm norm{weight.data(), size, nb::cast<float>(eps)};
+      rms_norm_pack_tile(x.data(), size, norm, rows, tile, all);
     }
   }
 }

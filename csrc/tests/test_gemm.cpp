@@ -249,5 +249,28 @@ KVLOOM_TEST(rows_with_nan_and_infinity_quantise_without_undefined_behaviour) {
   CHECK(std::isnan(group.scale));
 }
 
+KVLOOM_TEST(tiles_are_packed_as_their_rows_are) {
+  Random random(9);
+  for (const RowFormat format : {RowFormat::F32, RowFormat::BF16, RowFormat::S8}) {
+    for (int num_rows = 1; num_rows <= 2 * kMaxTileRows; ++num_rows) {
+      for (const int size : {1, 32, 70}) {
+        std::vector<float> x = random.reals(num_rows * size);
+        for (size_t i = 0; i < x.size(); ++i) x[i] *= std::exp2(static_cast<float>(i % 200) - 120);
+        if (num_rows % 3 == 0) x[0] = 0.0f, x.back() = num_rows % 2 ? NAN : -INFINITY;
+        std::vector<uint8_t> apart(packed_rows_bytes(format, num_rows, size), 0xaa);
+        std::vector<uint8_t> together(apart.size(), 0x55);
+        const PackedRows rows{format, num_rows, size, together.data()};
+        for (int row = 0; row < num_rows; ++row) {
+          pack_row({format, num_rows, size, apart.data()}, row, x.data() + row * size);
+        }
+        for (int tile = 0; tile < num_tiles(num_rows); ++tile) {
+          pack_tile(rows, tile, {0, num_groups(size)}, x.data(), size);
+        }
+        CHECK(together == apart);
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace kvloom

@@ -44,20 +44,21 @@ KVLOOM_TEST(the_fused_norm_packs_what_the_norm_gives) {
   Random random(2);
   for (const RowFormat format : {RowFormat::F32, RowFormat::BF16, RowFormat::S8}) {
     for (const int size : kSizes) {
-      constexpr int kNumRows = 5;
-      const std::vector<float> weight = random.reals(size);
+      constexpr int kNumRows = kMaxTileRows + 2;
+      const std::vector<float> weight = random.reals(size), x = random.reals(kNumRows * size);
       std::vector<uint8_t> fused(packed_rows_bytes(format, kNumRows, size), 0xaa);
       std::vector<uint8_t> apart(fused.size(), 0xaa);
       for (int row = 0; row < kNumRows; ++row) {
-        const std::vector<float> x = random.reals(size);
-        std::vector<float> y(x.size());
-        rms_norm_row(x.data(), weight.data(), size, 1e-6f, y.data());
+        std::vector<float> y(static_cast<size_t>(size));
+        rms_norm_row(x.data() + row * size, weight.data(), size, 1e-6f, y.data());
         pack_row({format, kNumRows, size, apart.data()}, row, y.data());
-        // In two parts, as two threads may do it.
-        const PackedRows rows{format, kNumRows, size, fused.data()};
-        const int half = num_groups(size) / 2;
+      }
+      // In two parts, as two threads may do it.
+      const PackedRows rows{format, kNumRows, size, fused.data()};
+      const int half = num_groups(size) / 2;
+      for (int tile = 0; tile < num_tiles(kNumRows); ++tile) {
         for (const GroupRange part : {GroupRange{0, half}, GroupRange{half, num_groups(size)}}) {
-          rms_norm_pack_row(x.data(), {weight.data(), size, 1e-6f}, rows, row, part);
+          rms_norm_pack_tile(x.data(), size, {weight.data(), size, 1e-6f}, rows, tile, part);
         }
       }
       CHECK(fused == apart);

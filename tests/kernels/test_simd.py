@@ -72,10 +72,16 @@ def test_exp2_is_exact_at_integers_and_at_the_ends(native: ModuleType):
     assert np.array_equal(
         unary(native, "exp2", x), np.exp2(x.astype(np.float64)).astype(np.float32)
     )
-    ends = np.array([-127, -150, -1e30, -np.inf, 128, 1e30, np.inf, np.nan], np.float32)
+    ends = np.array([-150, -151, -1e30, -np.inf, 128, 1e30, np.inf, np.nan], np.float32)
     y = unary(native, "exp2", lanes_of(ends))[: len(ends)]
     assert np.array_equal(y, [0, 0, 0, 0, np.inf, np.inf, np.inf, np.nan], equal_nan=True)
     assert not np.any(np.signbit(y[:4]))
+
+
+def test_exp2_of_what_is_subnormal_is_that_number_or_0(native: ModuleType):
+    x = lanes_of(np.linspace(-150, -126, 3000).astype(np.float32))
+    y, expected = unary(native, "exp2", x), np.exp2(x.astype(np.float64))
+    assert np.all((y == 0) | (np.abs(y - expected) <= 3e-7 * expected + 2.0**-149))
 
 
 def test_round_goes_to_the_nearest_even(native: ModuleType):

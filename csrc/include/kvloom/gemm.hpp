@@ -145,15 +145,10 @@ inline Stream next_weights(const Gemm& gemm, const GemmRange& range, int panel, 
 }
 
 // What to bring near while `tile` is multiplied with `panel`: weights, and a piece of `far` where
-// they leave a line of each step free.
+// they leave a line of each step free. With many tiles too: no hardware foresees another panel.
 inline Lookahead look_ahead(const Gemm& gemm, const GemmRange& range, int panel, int tile,
                             FarPieces& far) {
-  constexpr int kMaxTiles = 16;  // beyond, the hardware has time enough by itself
   const int tiles = range.end_tile - range.first_tile;
-  if (tiles > kMaxTiles) {
-    const Stream here{reinterpret_cast<uintptr_t>(group_at(gemm.weight, panel, 0)), 0};
-    return {here, here, true};
-  }
   const Stream weights = next_weights(gemm, range, panel, tile);
   if (tiles == 1 && lines_per_step(gemm.rows.format, gemm.rows.num_rows) > 1) {
     return {weights, {weights.next + kCacheLineBytes, weights.step}, false};

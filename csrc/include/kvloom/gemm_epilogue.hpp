@@ -104,25 +104,23 @@ inline void finish_gated_tile(const PackedWeight& weight, const Epilogue& epilog
   const int size = weight.num_outputs / 2;
   const int first = products.panel * kHalf;
   const int num_panels = unit_panels(epilogue.kind);
-  // All rows first: to pack one is a chain of dependent steps, and they overlap best by themselves.
+  // Values of the unit's panels beside each other, which is a group of the packed rows.
   float gated[kMaxTileRows][kMaxUnitPanels * kHalf];
   for (int r = 0; r < products.num_rows; ++r) {
     for (int i = 0; i < num_panels; ++i) {
       gate(epilogue.activation, products.y[i][r], gated[r] + i * kHalf);
     }
   }
-  // As many rows are packed as are multiplied, in the same tiles.
-  RowPlace place{epilogue.packed.format, tile_at(epilogue.packed, products.first_row),
-                 products.num_rows, 0};
+  if (epilogue.kind == EpilogueKind::GatedPack) {
+    // As many rows are packed as are multiplied, in the same tiles.
+    return pack_tile_group({epilogue.packed.format, tile_at(epilogue.packed, products.first_row),
+                            products.num_rows, 0},
+                           first / kGroupInputs, gated);
+  }
   for (int r = 0; r < products.num_rows; ++r) {
-    if (epilogue.kind == EpilogueKind::GatedStore) {
-      const size_t row = static_cast<size_t>(products.first_row + r);
-      float* out = epilogue.out + epilogue.out_stride * row + first;
-      write_outputs(out, gated[r], std::min(kHalf, size - first), false);
-    } else {
-      place.row_in_tile = r;
-      pack_row_group(place, first / kGroupInputs, gated[r]);
-    }
+    const size_t row = static_cast<size_t>(products.first_row + r);
+    float* out = epilogue.out + epilogue.out_stride * row + first;
+    write_outputs(out, gated[r], std::min(kHalf, size - first), false);
   }
 }
 

@@ -51,24 +51,18 @@ inline void rms_norm_row(const float* x, const float* weight, int64_t size, floa
   scale_values(x, weight, size, rms_inverse(x, size, eps), y);
 }
 
-// Groups of one row to row `row` of a GEMM's packed rows, without a pass over memory in between.
-inline void rms_norm_pack_row(const float* x, const RmsNorm& norm, const PackedRows& rows, int row,
-                              GroupRange groups) {
-  const RowPlace place = row_place(rows, row);
-  const float inverse = rms_inverse(x, norm.size, norm.eps);
-  const int num_full = std::min(static_cast<int>(norm.size / kGroupInputs), groups.end);
-  for (int group = groups.first; group < num_full; ++group) {
-    float values[kGroupInputs];
-    const int64_t first = int64_t{group} * kGroupInputs;
-    scale_values(x + first, norm.weight + first, kGroupInputs, inverse, values);
-    pack_row_group(place, group, values);
+// Rows of a tile to a GEMM's packed rows, without a pass over memory in between.
+inline void rms_norm_pack_tile(const float* x, int64_t row_stride, const RmsNorm& norm,
+                               const PackedRows& rows, int tile, GroupRange groups) {
+  float inverses[kMaxTileRows];
+  const int first_row = first_row_of_tile(rows.num_rows, tile);
+  for (int row = first_row; row < first_row_of_tile(rows.num_rows, tile + 1); ++row) {
+    inverses[row - first_row] = rms_inverse(x + row * row_stride, norm.size, norm.eps);
   }
-  if (num_full < groups.end) {
-    float values[kGroupInputs] = {};
-    const int64_t first = int64_t{num_full} * kGroupInputs;
-    scale_values(x + first, norm.weight + first, norm.size - first, inverse, values);
-    pack_row_group(place, num_full, values);
-  }
+  pack_tile(rows, tile, groups, [&](int row, int first, int count, float* to) {
+    const float* from = x + row * row_stride + first;
+    scale_values(from, norm.weight + first, count, inverses[row - first_row], to);
+  });
 }
 
 }  // namespace kvloom

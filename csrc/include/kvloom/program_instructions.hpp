@@ -87,15 +87,9 @@ class PackInstruction final : public Instruction {
     const int groups = num_groups(x_.width);
     const GroupRange range{part_start(groups, part, num_parts_),
                            part_start(groups, part + 1, num_parts_)};
-    const int end = first_row_of_tile(rows_.num_rows, tile + 1);
-    for (int row = first_row_of_tile(rows_.num_rows, tile); row < end; ++row) {
-      const float* x = input_ + row * x_.row_stride();
-      if (norm_.values != nullptr) {
-        rms_norm_pack_row(x, {norm_.values, norm_.size, norm_.eps}, rows_, row, range);
-      } else {
-        pack_row(rows_, row, range, x);
-      }
-    }
+    if (norm_.values == nullptr) return pack_tile(rows_, tile, range, input_, x_.row_stride());
+    const RmsNorm norm{norm_.values, norm_.size, norm_.eps};
+    rms_norm_pack_tile(input_, x_.row_stride(), norm, rows_, tile, range);
   }
 
  private:

@@ -15,9 +15,10 @@
 #include "kvloom/types.hpp"
 
 // Each of these defines kIsaName, kLanes, the vector types and the operations that have an
-// instruction of their own: fma, vmax, vmin, round_to_i32, to_f32, load_bf16, store_bf16,
-// store_halves, pack_bf16_pairs, load_f16, widen_u8, widen_s8, store_i8, reduce_add, reduce_max,
-// lanes_of, dot_bf16, dot_u8s8, dot_u7s8.
+// instruction of their own: fma, vmax, vmin, split_exponent, times_power, round_to_i32, to_f32,
+// load_bf16, store_bf16, store_halves, store_partial, pack_bf16_pairs, pack_quads, load_f16,
+// widen_u8, widen_s8, store_i8, zip_low, zip_high, reduce_add, reduce_max, lanes_of, dot_bf16,
+// dot_u8s8, dot_u7s8.
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
 #include "kvloom/simd/avx512.hpp"
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
@@ -38,15 +39,22 @@ namespace kvloom {
 // vf32 vmin(vf32 a, vf32 b)            a < b ? a : b
 // vi32 round_to_i32(vf32 x)            nearest even; |x| <= 2^22
 // vf32 to_f32(vi32 x)
+// Exponent split_exponent(vf32 x)      {whole, fraction}: the nearest integer, which may be limited
+//                                      to the exponents of floats, and what is left, -1/2 to 1/2
+// vf32 times_power(vf32 p, vf32 whole) p * 2^whole of such a whole; 0.7 < p < 1.5
 // vf32 load_bf16(const uint16_t* p)    kLanes values
 // void store_bf16(uint16_t* p, vf32 x) nearest even, NaN stays NaN; subnormals may become 0
 // void store_halves(void* p, const uint16_t* x, int half)  kLanes of them to the lower (0) or upper
 //                                      (1) halves of kLanes units; nobody's other halves are
 //                                      written
 // vi32 pack_bf16_pairs(vf32 lo, vf32 hi)  lane l holds bf16(lo[l]) below bf16(hi[l])
+// vi32 pack_quads(vi32 a, b, c, d)     all their lanes in order as saturated bytes, four to a lane
+// void store_partial(float* p, vf32 x, int n)   the first n lanes
 // vf32 load_f16(const uint16_t* p)     exact, IEEE half precision
 // vi32 widen_u8(const uint8_t* p), widen_s8(const int8_t* p)   kLanes bytes
 // void store_i8(int8_t* p, vi32 x)     saturating, kLanes bytes
+// vi32 zip_low(vi32 a, vi32 b), zip_high(a, b)   the lower (upper) half of a's lanes, each followed
+//                                      by b's: a0 b0 a1 b1 ...
 // float reduce_add(vf32 x), reduce_max(vf32 x)   halves against each other, log2(kLanes) times: a
 // fixed order
 // int32_t reduce_add(vi32 x), reduce_max(vi32 x)
@@ -86,18 +94,11 @@ KVLOOM_INLINE vi32 broadcast_i32(const void* p) {
 }
 
 // The first n of kLanes values, 0 <= n <= kLanes; the other lanes are `fill`, their memory is not
-// touched.
+// touched, nor is it by store_partial.
 KVLOOM_INLINE vf32 load_partial(const float* p, int n, float fill = 0.0f) {
   float lanes[kLanes];
   for (int i = 0; i < kLanes; ++i) lanes[i] = i < n ? p[i] : fill;
   return load(lanes);
-}
-KVLOOM_INLINE void store_partial(float* p, vf32 x, int n) {
-  float lanes[kLanes];
-  store(lanes, x);
-  for (int i = 0; i < kLanes; ++i) {
-    if (i < n) p[i] = lanes[i];
-  }
 }
 
 // Starts to bring a cache line near; any address is allowed.
@@ -123,25 +124,56 @@ KVLOOM_INLINE vi32 first_lanes(int32_t n) { return lane_index() < broadcast(n); 
 KVLOOM_INLINE vi32 low_nibbles(vi32 x) { return x & 0x0f0f0f0f; }
 KVLOOM_INLINE vi32 high_nibbles(vi32 x) { return (x >> 4) & 0x0f0f0f0f; }
 
+// What `combine` makes of all lanes of rows[r], in lane r. Each round zips the halves of all
+// vectors, so that a lane's number in the end is that of the row it comes from.
+template <class Combine>
+KVLOOM_INLINE vi32 reduce_each(const vi32 (&rows)[kLanes], Combine combine) {
+  vi32 x[kLanes];
+  for (int i = 0; i < kLanes; ++i) x[i] = rows[i];
+#pragma GCC unroll 16
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+#pragma GCC unroll 16
+    for (int i = 0; i < half; ++i) {
+      x[i] = combine(zip_low(x[i], x[i + half]), zip_high(x[i], x[i + half]));
+    }
+  }
+  return x[0];
+}
+
+// [kLanes][kSize] units become [kSize][kLanes]: each round zips the first half of all units with
+// the second, which moves the first digit of each unit's number behind its last.
+template <int kSize>
+KVLOOM_INLINE void transpose(vi32 (&units)[kSize]) {
+#pragma GCC unroll 16
+  for (int round = kLanes; round > 1; round /= 2) {
+    vi32 zipped[kSize];
+#pragma GCC unroll 16
+    for (int i = 0; i < kSize / 2; ++i) {
+      zipped[2 * i] = zip_low(units[i], units[i + kSize / 2]);
+      zipped[2 * i + 1] = zip_high(units[i], units[i + kSize / 2]);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < kSize; ++i) units[i] = zipped[i];
+  }
+}
+
 // ---- Numbers ----
 KVLOOM_INLINE vf32 vabs(vf32 x) { return as_f32(as_i32(x) & 0x7fffffff); }
 
-// 2^x with a relative error of at most 3e-7. x <= -126.5 (and -inf) gives exactly 0, x >= 127.5
-// gives +inf, a NaN stays a NaN. The polynomial is the best of its degree for 2^f over [-1/2, 1/2]
-// with the constant term 1: relative error 9.1e-8 (fitted by iteratively reweighted least squares).
+// 2^x with a relative error of at most 3e-7 from -126 to 127.4. Below, it is that number rounded as
+// a subnormal or 0, from -150 on (and of -inf) exactly 0; x >= 128 gives +inf, a NaN stays a NaN.
+// The polynomial is the best of its degree for 2^f over [-1/2, 1/2] with the constant term 1:
+// relative error 9.1e-8 (fitted by iteratively reweighted least squares).
 KVLOOM_INLINE vf32 exp2(vf32 x) {
-  x = vmax(broadcast(-127.0f), vmin(broadcast(128.0f), x));
-  const vi32 integer = round_to_i32(x);
-  const vf32 f = x - to_f32(integer);
+  const Exponent exponent = split_exponent(x);
+  const vf32 f = exponent.fraction;
   vf32 p = broadcast(1.3264727e-3f);
   p = fma(p, f, broadcast(9.6715130e-3f));
   p = fma(p, f, broadcast(5.5507336e-2f));
   p = fma(p, f, broadcast(2.4022242e-1f));
   p = fma(p, f, broadcast(6.9314700e-1f));
   p = fma(p, f, broadcast(1.0f));
-  // The exponent field: 0 (which is the number 0) for -127 and 255 (infinity) for 128.
-  const vu32 power = (reinterpret_cast<vu32>(integer) + 127u) << 23;
-  return p * as_f32(power);
+  return times_power(p, exponent.whole);
 }
 
 }  // namespace kvloom

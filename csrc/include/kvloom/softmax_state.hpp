@@ -34,16 +34,13 @@ inline RowStates rows_from(const RowStates& states, int row, int size) {
 // 2^x for x <= 0, or NaN. Cheaper than exp2(): the relative error is 1e-4, far below the rounding
 // of bf16, and numbers below 2^-126 may be inexact. 2^0 is 1 and 2^-inf is 0, exactly.
 KVLOOM_INLINE vf32 rough_exp2(vf32 x) {
-  x = vmax(broadcast(-127.0f), x);
-  // Adding 1.5 * 2^23 rounds to an integer, which is then in the low bits: the biased exponent.
-  const vf32 magic = broadcast(12582912.0f + 127.0f);
-  const vf32 shifted = x + magic;
-  const vf32 f = x - (shifted - magic);
+  const Exponent exponent = split_exponent(x);
+  const vf32 f = exponent.fraction;
   vf32 p = broadcast(0.055008747f);  // minimax over [-1/2, 1/2] with the constant term 1
   p = fma(p, f, broadcast(0.24221076f));
   p = fma(p, f, broadcast(0.6932829f));
   p = fma(p, f, broadcast(1.0f));
-  return p * as_f32(as_u32(shifted) << 23);
+  return times_power(p, exponent.whole);
 }
 
 KVLOOM_INLINE float exp2_of(float x) { return exp2(broadcast(x))[0]; }

@@ -61,9 +61,34 @@ KVLOOM_INLINE void store_i8(int8_t* p, vi32 x) {
   _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(words, words));
 }
 
+// The pack instructions take 16 bytes of each in turn.
+KVLOOM_INLINE vi32 pack_quads(vi32 a, vi32 b, vi32 c, vi32 d) {
+  const __m256i words_ab = _mm256_packs_epi32((__m256i)a, (__m256i)b);
+  const __m256i words_cd = _mm256_packs_epi32((__m256i)c, (__m256i)d);
+  const vi32 order = {0, 4, 1, 5, 2, 6, 3, 7};
+  return (vi32)_mm256_permutevar8x32_epi32(_mm256_packs_epi16(words_ab, words_cd), (__m256i)order);
+}
+
+KVLOOM_INLINE void store_partial(float* p, vf32 x, int n) {
+  const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  _mm256_maskstore_ps(p, _mm256_cmpgt_epi32(_mm256_set1_epi32(n), lanes), x);
+}
+
 KVLOOM_INLINE void store_halves(void* p, const uint16_t* x, int half) {
   char* to = static_cast<char*>(p) + 2 * half;
   for (int i = 0; i < kLanes; ++i) std::memcpy(to + 4 * i, x + i, sizeof(*x));
+}
+
+// The unpack instructions zip the halves of each 16 bytes.
+KVLOOM_INLINE vi32 zip_low(vi32 a, vi32 b) {
+  const __m256i even = _mm256_unpacklo_epi32((__m256i)a, (__m256i)b);
+  const __m256i odd = _mm256_unpackhi_epi32((__m256i)a, (__m256i)b);
+  return (vi32)_mm256_permute2x128_si256(even, odd, 0x20);
+}
+KVLOOM_INLINE vi32 zip_high(vi32 a, vi32 b) {
+  const __m256i even = _mm256_unpacklo_epi32((__m256i)a, (__m256i)b);
+  const __m256i odd = _mm256_unpackhi_epi32((__m256i)a, (__m256i)b);
+  return (vi32)_mm256_permute2x128_si256(even, odd, 0x31);
 }
 
 KVLOOM_INLINE float reduce_add(vf32 x) {
@@ -111,3 +136,5 @@ KVLOOM_INLINE vi32 dot_u7s8(vi32 acc, vi32 a, vi32 b) {
 }
 
 }  // namespace kvloom
+
+#include "kvloom/simd/exponent.hpp"

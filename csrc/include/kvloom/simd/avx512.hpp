@@ -21,12 +21,23 @@ typedef float vf32 __attribute__((vector_size(64)));
 typedef int32_t vi32 __attribute__((vector_size(64)));
 typedef uint32_t vu32 __attribute__((vector_size(64)));
 
+struct Exponent {
+  vf32 whole;
+  vf32 fraction;
+};
+
 constexpr bool kHasFma = true;
 KVLOOM_INLINE vf32 fma(vf32 a, vf32 b, vf32 c) { return _mm512_fmadd_ps(a, b, c); }
 KVLOOM_INLINE vf32 vmax(vf32 a, vf32 b) { return _mm512_max_ps(a, b); }
 KVLOOM_INLINE vf32 vmin(vf32 a, vf32 b) { return _mm512_min_ps(a, b); }
 KVLOOM_INLINE vi32 round_to_i32(vf32 x) { return (vi32)_mm512_cvtps_epi32(x); }
 KVLOOM_INLINE vf32 to_f32(vi32 x) { return _mm512_cvtepi32_ps((__m512i)x); }
+
+KVLOOM_INLINE Exponent split_exponent(vf32 x) {
+  const vf32 fraction = _mm512_reduce_ps(x, _MM_FROUND_TO_NEAREST_INT);  // 0 of an infinity
+  return {x - fraction, fraction};
+}
+KVLOOM_INLINE vf32 times_power(vf32 p, vf32 whole) { return _mm512_scalef_ps(p, whole); }
 
 KVLOOM_INLINE __m256i load_256(const void* p) {
   return _mm256_loadu_si256(static_cast<const __m256i*>(p));
@@ -45,10 +56,31 @@ KVLOOM_INLINE void store_i8(int8_t* p, vi32 x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8((__m512i)x));
 }
 
+// The pack instructions take 16 bytes of each in turn.
+KVLOOM_INLINE vi32 pack_quads(vi32 a, vi32 b, vi32 c, vi32 d) {
+  const __m512i words_ab = _mm512_packs_epi32((__m512i)a, (__m512i)b);
+  const __m512i words_cd = _mm512_packs_epi32((__m512i)c, (__m512i)d);
+  const vi32 order = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
+  return (vi32)_mm512_permutexvar_epi32((__m512i)order, _mm512_packs_epi16(words_ab, words_cd));
+}
+
+KVLOOM_INLINE void store_partial(float* p, vf32 x, int n) {
+  _mm512_mask_storeu_ps(p, static_cast<__mmask16>((1u << n) - 1), x);
+}
+
 KVLOOM_INLINE void store_halves(void* p, const uint16_t* x, int half) {
   const __m512i wide = _mm512_cvtepu16_epi32(load_256(x));
   const __m512i placed = _mm512_sll_epi32(wide, _mm_cvtsi32_si128(16 * half));
   _mm512_mask_storeu_epi16(p, half == 0 ? 0x55555555u : 0xaaaaaaaau, placed);
+}
+
+KVLOOM_INLINE vi32 zip_low(vi32 a, vi32 b) {
+  const vi32 order = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
+  return (vi32)_mm512_permutex2var_epi32((__m512i)a, (__m512i)order, (__m512i)b);
+}
+KVLOOM_INLINE vi32 zip_high(vi32 a, vi32 b) {
+  const vi32 order = {8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  return (vi32)_mm512_permutex2var_epi32((__m512i)a, (__m512i)order, (__m512i)b);
 }
 
 KVLOOM_INLINE float reduce_add(vf32 x) { return _mm512_reduce_add_ps(x); }

@@ -101,10 +101,28 @@ KVLOOM_INLINE void store_i8(int8_t* p, vi32 x) {
   std::memcpy(p, &bytes, sizeof(bytes));
 }
 
+KVLOOM_INLINE vi32 pack_quads(vi32 a, vi32 b, vi32 c, vi32 d) {
+  int8_t bytes[4 * kLanes];
+  store_i8(bytes, a);
+  store_i8(bytes + kLanes, b);
+  store_i8(bytes + 2 * kLanes, c);
+  store_i8(bytes + 3 * kLanes, d);
+  vi32 packed;
+  std::memcpy(&packed, bytes, sizeof(packed));
+  return packed;
+}
+
+KVLOOM_INLINE void store_partial(float* p, vf32 x, int n) {
+  for (int i = 0; i < n; ++i) p[i] = x[i];
+}
+
 KVLOOM_INLINE void store_halves(void* p, const uint16_t* x, int half) {
   char* to = static_cast<char*>(p) + 2 * half;
   for (int i = 0; i < kLanes; ++i) std::memcpy(to + 4 * i, x + i, sizeof(*x));
 }
+
+KVLOOM_INLINE vi32 zip_low(vi32 a, vi32 b) { return vi32{a[0], b[0], a[1], b[1]}; }
+KVLOOM_INLINE vi32 zip_high(vi32 a, vi32 b) { return vi32{a[2], b[2], a[3], b[3]}; }
 
 KVLOOM_INLINE float reduce_add(vf32 x) { return (x[0] + x[2]) + (x[1] + x[3]); }
 KVLOOM_INLINE float reduce_max(vf32 x) {
@@ -141,3 +159,5 @@ KVLOOM_INLINE vi32 dot_u8s8(vi32 acc, vi32 a, vi32 b) {
 KVLOOM_INLINE vi32 dot_u7s8(vi32 acc, vi32 a, vi32 b) { return dot_u8s8(acc, a, b); }
 
 }  // namespace kvloom
+
+#include "kvloom/simd/exponent.hpp"
