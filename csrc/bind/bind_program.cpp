@@ -73,10 +73,10 @@ void bind_screen(nb::module_& module) {
   module.def(
       "screen_bytes",
       [](int64_t num_outputs, int64_t num_inputs, int64_t max_num_rows) {
-        const int width = checked_size(num_inputs, "num_inputs is out of range");
-        return Screen::num_bytes(checked_size(num_outputs, "num_outputs is out of range"), width) +
-               ScreenedHead::num_bytes(checked_size(max_num_rows, "max_num_rows is out of range"),
-                                       width);
+        const int inputs = checked_size(num_inputs, "num_inputs is out of range");
+        const int outputs = checked_size(num_outputs, "num_outputs is out of range");
+        const int rows = checked_size(max_num_rows, "max_num_rows is out of range");
+        return Screen::num_bytes(outputs, inputs) + ScreenedHead::num_bytes(rows, outputs, inputs);
       },
       nb::arg("num_outputs"), nb::arg("num_inputs"), nb::arg("max_num_rows"),
       "Bytes of a screen, and of a program that uses it.");

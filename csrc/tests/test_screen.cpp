@@ -22,7 +22,8 @@ struct Fixture {
         packed(packed_rows_bytes(RowFormat::BF16, kRows, num_inputs)),
         coarse(packed_rows_bytes(RowFormat::S8, kRows, num_inputs)),
         all(static_cast<size_t>(kRows * num_outputs)),
-        kept(all.size()) {
+        kept(all.size()),
+        bounds_memory(OutputBounds::num_kept(num_panels(OutputOrder::Plain, num_outputs), kRows)) {
     weight = {Format::BF16, OutputOrder::Plain, num_outputs, num_inputs, panels.data()};
     rows = {RowFormat::BF16, kRows, num_inputs, packed.data()};
     coarse_rows = {RowFormat::S8, kRows, num_inputs, coarse.data()};
@@ -50,11 +51,13 @@ struct Fixture {
       unpack_bf16_row(rows, row, values.data());
       row_bounds[row] = pack_coarse_row(coarse_rows, row, values.data());
     }
-    const OutputBounds bounds{screen.norms(), screen.errors(), row_bounds};
+    bounds = {screen.norms(), screen.errors(),
+              row_bounds,     num_panels(weight.order, weight.num_outputs),
+              kRows,          bounds_memory.data()};
+    bounds.clear();
     Epilogue epilogue;
     epilogue.kind = EpilogueKind::Bounds;
     epilogue.bounds = &bounds;
-    epilogue.out = kept.data();
     run({screen.coarse(), coarse_rows, epilogue});
   }
 
@@ -67,8 +70,14 @@ struct Fixture {
   PackedWeight weight;
   PackedRows rows, coarse_rows;
   RowBound row_bounds[kRows];
-  std::vector<float> all, kept;
+  OutputBounds bounds{};
+  std::vector<float> all, kept, bounds_memory;
 };
+
+bool is_within(float greatest, const PanelBounds& bounds, int panel) {
+  const int block = panel / PanelBounds::kBlockPanels, place = panel % PanelBounds::kBlockPanels;
+  return greatest <= bounds.most(block)[place] && greatest >= bounds.least(block)[place];
+}
 
 void make_all(Screen& screen) {
   const PackedWeight& weight = screen.exact();
@@ -112,19 +121,20 @@ KVLOOM_TEST(bounds_hold_and_the_best_is_that_of_the_whole_product) {
       fixture.estimate(screen);
       std::vector<uint16_t> values(static_cast<size_t>(padded_inputs(num_inputs)));
       for (int row = 0; row < kRows; ++row) {
-        const BestOutputs<float> kept = fixture.kept_of(row);
+        const PanelBounds bounds = fixture.bounds.of_row(row);
         const float* all = fixture.all_of(row);
-        for (int panel = 0; panel < kept.num_panels; ++panel) {
+        for (int panel = 0; panel < bounds.num_panels(); ++panel) {
           const float greatest =
               *std::max_element(all + panel * kPanelOutputs,
                                 all + std::min((panel + 1) * kPanelOutputs, num_outputs));
-          CHECK(greatest <= kept.greatest[panel] && greatest >= kept.lanes[panel]);
+          CHECK(is_within(greatest, bounds, panel));
         }
-        const float least = least_maximum(kept);
-        const int count = count_candidates(kept, least);
-        CHECK(count >= 1 && count <= kept.num_panels);
+        const float least = least_maximum(bounds);
+        const int count = count_candidates(bounds, least);
+        CHECK(count >= 1 && count <= bounds.num_panels());
         unpack_bf16_row(fixture.rows, row, values.data());
-        finish_candidates({fixture.weight, values.data(), kept}, least);
+        const BestOutputs<float> kept = fixture.kept_of(row);
+        finish_candidates({fixture.weight, values.data(), kept}, bounds, least);
         const auto best = std::max_element(kept.greatest, kept.greatest + kept.num_panels);
         const int panel = static_cast<int>(best - kept.greatest);
         CHECK(panel * kPanelOutputs + kept.lane(panel) ==
@@ -149,11 +159,11 @@ KVLOOM_TEST(bounds_hold_where_products_are_taken_for_0) {
   Screen screen(fixture.weight);
   make_all(screen);
   fixture.estimate(screen);
-  const BestOutputs<float> kept = fixture.kept_of(0);
-  for (int panel = 0; panel < kept.num_panels; ++panel) {
+  const PanelBounds bounds = fixture.bounds.of_row(0);
+  for (int panel = 0; panel < bounds.num_panels(); ++panel) {
     const float* all = fixture.all_of(0) + panel * kPanelOutputs;
     const float greatest = *std::max_element(all, all + kPanelOutputs);
-    CHECK(greatest <= kept.greatest[panel] && greatest >= kept.lanes[panel]);
+    CHECK(is_within(greatest, bounds, panel));
   }
 }
 
@@ -168,7 +178,7 @@ KVLOOM_TEST(what_is_no_number_is_not_screened) {
     CHECK(screen.is_usable());
     fixture.estimate(screen);
     for (int row = 0; row < kRows; ++row) {
-      CHECK(std::isfinite(least_maximum(fixture.kept_of(row))) == (row != 3));
+      CHECK(std::isfinite(least_maximum(fixture.bounds.of_row(row))) == (row != 3));
     }
     weights[70] = strange;
     fixture.fill(weights, x);

@@ -104,7 +104,7 @@ def test_where_a_screen_cannot_tell_the_whole_head_is_multiplied(
 def test_the_memory_of_a_screen_is_counted(
     packed: str, is_counted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """34 bytes for 32 numbers of the head, two floats per output, and rows in int8."""
+    """34 bytes for 32 numbers of the head, two floats per output, int8 rows and their bounds."""
 
     def counted() -> int:
         return NativeRunner(WIDE, make_backend(), packed=packed).executable.activation_bytes
@@ -112,7 +112,8 @@ def test_the_memory_of_a_screen_is_counted(
     before = counted()
     monkeypatch.setattr(native_lowering, "MIN_SCREENED_SIZE", 0)
     hidden, num_outputs = WIDE["hidden_size"], -(-WIDE["vocab_size"] // 32) * 32
-    rows = SIZES.max_num_rows * (hidden // 32 * 40 + 8)
+    bounds = 2 * 4 * 16 * -(-num_outputs // 32 // 16)  # two floats per panel, 16 at a time
+    rows = SIZES.max_num_rows * (hidden // 32 * 40 + 8 + bounds)
     scratch = 2 * 2 * hidden  # a row for each thread, which needed none before
     expected = num_outputs * (hidden // 32 * 34 + 8) + rows + scratch
     assert counted() - before == (expected if is_counted else 0)

@@ -20,7 +20,7 @@ enum class EpilogueKind {
   Store,   // out[m][n] = y
   Add,     // out[m][n] += y: the residual
   Best,    // out[m] becomes BestOutputs
-  Bounds,  // out[m] becomes those of each panel's greatest
+  Bounds,  // bounds are kept of each panel's greatest, and nothing else
   // activation(gate_i) * up_i from a GateUp weight, [num_rows, num_outputs / 2]:
   GatedStore,  // as f32 rows
   GatedPack,   // as the packed rows of the next GEMM
@@ -31,7 +31,7 @@ struct Epilogue {
   EpilogueKind kind = EpilogueKind::Store;
   Activation activation = Activation::Silu;
   const float* bias = nullptr;           // [num_outputs], gate before up, or none
-  float* out = nullptr;                  // f32 rows; not with GatedPack
+  float* out = nullptr;                  // f32 rows; not with GatedPack or Bounds
   size_t out_stride = 0;                 // floats from one row of out to the next
   PackedRows packed;                     // GatedPack: num_inputs = num_outputs / 2
   const OutputBounds* bounds = nullptr;  // Bounds: by which the products are estimates
@@ -124,30 +124,32 @@ inline void finish_gated_tile(const PackedWeight& weight, const Epilogue& epilog
   }
 }
 
-// Brings the lines near that finish_tile writes, while the products are computed: rows of a wide
+// Brings near what finish_tile reads and writes, while the products are computed: rows of a wide
 // matrix are pages apart, and no hardware foresees so many places.
 // Inlined by force: GCC takes a function of prefetches alone for one without effect, and drops it.
 KVLOOM_INLINE void look_ahead_to_outputs(const Epilogue& epilogue, const TileProducts& products) {
+  if (epilogue.kind == EpilogueKind::Bounds) {
+    look_ahead_to_bounds(*epilogue.bounds, products.first_row, products.num_rows, products.panel);
+  }
   if (epilogue.kind == EpilogueKind::GatedPack || is_summary(epilogue.kind)) return;
   const int width = is_gated(epilogue.kind) ? kPanelOutputs / 2 : kPanelOutputs;
   for (int r = 0; r < products.num_rows; ++r) {
     const size_t row = static_cast<size_t>(products.first_row + r);
-    const auto first = reinterpret_cast<uintptr_t>(epilogue.out + epilogue.out_stride * row) +
-                       sizeof(float) * static_cast<size_t>(products.panel * width);
-    prefetch_l2(reinterpret_cast<const void*>(first));
-    prefetch_l2(reinterpret_cast<const void*>(first + kCacheLineBytes));
+    prefetch_two_lines(epilogue.out + epilogue.out_stride * row + products.panel * width);
   }
 }
 
-// One row's outputs of a panel, those beyond the weight -inf.
-inline void summarise_row(const PackedWeight& weight, const Epilogue& epilogue,
-                          const TileProducts& products, int index) {
-  const int row = products.first_row + index;
-  float* out = epilogue.out + epilogue.out_stride * static_cast<size_t>(row);
-  const BestOutputs<float> kept(out, weight.num_outputs);
-  if (epilogue.kind == EpilogueKind::Best)
-    return keep_best(products.y[0][index], products.panel, kept);
-  keep_bounds(products.y[0][index], products.panel, *epilogue.bounds, row, kept);
+// A panel's outputs of all rows, those beyond the weight -inf.
+inline void summarise_tile(const PackedWeight& weight, const Epilogue& epilogue,
+                           const TileProducts& products) {
+  if (epilogue.kind == EpilogueKind::Bounds) {
+    return keep_bounds(products.y[0], products.first_row, products.num_rows, products.panel,
+                       *epilogue.bounds);
+  }
+  for (int r = 0; r < products.num_rows; ++r) {
+    float* out = epilogue.out + epilogue.out_stride * static_cast<size_t>(products.first_row + r);
+    keep_best(products.y[0][r], products.panel, BestOutputs<float>(out, weight.num_outputs));
+  }
 }
 
 inline void finish_tile(const PackedWeight& weight, const Epilogue& epilogue,
@@ -160,13 +162,15 @@ inline void finish_tile(const PackedWeight& weight, const Epilogue& epilogue,
   if (is_gated(epilogue.kind)) return finish_gated_tile(weight, epilogue, products);
   const int first = products.panel * kPanelOutputs;
   const int count = std::min(kPanelOutputs, weight.num_outputs - first);
-  for (int r = 0; r < products.num_rows; ++r) {
-    float* y = products.y[0][r];
-    if (is_summary(epilogue.kind)) {
+  if (is_summary(epilogue.kind)) {
+    for (int r = 0; r < products.num_rows && count < kPanelOutputs; ++r) {
+      float* y = products.y[0][r];
       std::fill(y + count, y + kPanelOutputs, -std::numeric_limits<float>::infinity());
-      summarise_row(weight, epilogue, products, r);
-      continue;
     }
+    return summarise_tile(weight, epilogue, products);
+  }
+  for (int r = 0; r < products.num_rows; ++r) {
+    const float* y = products.y[0][r];
     float* row = epilogue.out + epilogue.out_stride * static_cast<size_t>(products.first_row + r);
     write_outputs(row + first, y, count, epilogue.kind == EpilogueKind::Add);
   }

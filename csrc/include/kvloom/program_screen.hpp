@@ -22,13 +22,23 @@ struct ScreenedHead {
         x_slot(x_slot),
         out(out),
         coarse_memory(coarse_bytes(max_num_rows, screen.exact().num_inputs)),
-        bounds(static_cast<size_t>(max_num_rows)) {}
+        bounds_memory(bounds_bytes(max_num_rows, screen.exact().num_outputs)),
+        row_bounds(static_cast<size_t>(max_num_rows)),
+        bounds{screen.norms(),    screen.errors(),
+               row_bounds.data(), num_panels(OutputOrder::Plain, screen.exact().num_outputs),
+               max_num_rows,      reinterpret_cast<float*>(bounds_memory.data())} {
+    bounds.clear();
+  }
 
   static size_t coarse_bytes(int max_num_rows, int num_inputs) {
     return packed_rows_bytes(RowFormat::S8, max_num_rows, num_inputs);
   }
-  static size_t num_bytes(int max_num_rows, int num_inputs) {
-    return coarse_bytes(max_num_rows, num_inputs) +
+  static size_t bounds_bytes(int max_num_rows, int num_outputs) {
+    const int panels = num_panels(OutputOrder::Plain, num_outputs);
+    return sizeof(float) * OutputBounds::num_kept(panels, max_num_rows);
+  }
+  static size_t num_bytes(int max_num_rows, int num_outputs, int num_inputs) {
+    return coarse_bytes(max_num_rows, num_inputs) + bounds_bytes(max_num_rows, num_outputs) +
            sizeof(RowBound) * static_cast<size_t>(max_num_rows);
   }
 
@@ -40,19 +50,13 @@ struct ScreenedHead {
   PackedRows coarse_rows(const StepContext& context) const {
     return {RowFormat::S8, context.step.num_rows, screen.exact().num_inputs, coarse_memory.data()};
   }
-  Epilogue epilogue(const StepContext& context, EpilogueKind kind) const {
-    Epilogue made;
-    made.kind = kind;
-    made.out = context.arena.floats(out.slot);
-    made.out_stride = static_cast<size_t>(out.width);
-    return made;
-  }
 
   const Screen& screen;
   const int x_slot;
   const Operand out;
-  const Region coarse_memory;
-  std::vector<RowBound> bounds;
+  const Region coarse_memory, bounds_memory;
+  std::vector<RowBound> row_bounds;
+  const OutputBounds bounds;
   // Panels that single rows are multiplied with, and whether they are too many.
   std::atomic<int64_t> num_candidates{0};
   std::atomic<bool> is_whole_wanted{false};
@@ -77,7 +81,7 @@ class CoarseRowsInstruction final : public Instruction {
     const int end = first_row_of_tile(exact_.num_rows, tile + 1);
     for (int row = first_row_of_tile(exact_.num_rows, tile); row < end; ++row) {
       unpack_bf16_row(exact_, row, values);
-      head_->bounds[static_cast<size_t>(row)] = pack_coarse_row(coarse_, row, values);
+      head_->row_bounds[static_cast<size_t>(row)] = pack_coarse_row(coarse_, row, values);
     }
   }
 
@@ -98,11 +102,9 @@ class EstimateInstruction final : public Instruction {
   int prepare(const StepContext& context) override {
     plan_ = {};
     if (!context.step.wants_best_only || context.step.num_rows == 0) return 0;
-    const Screen& screen = head_->screen;
-    bounds_ = {screen.norms(), screen.errors(), head_->bounds.data()};
-    gemm_ = {screen.coarse(), head_->coarse_rows(context),
-             head_->epilogue(context, EpilogueKind::Bounds)};
-    gemm_.epilogue.bounds = &bounds_;
+    gemm_ = {head_->screen.coarse(), head_->coarse_rows(context), {}};
+    gemm_.epilogue.kind = EpilogueKind::Bounds;
+    gemm_.epilogue.bounds = &head_->bounds;
     plan_ = plan_gemm(gemm_, context.num_threads);
     return plan_.num_items;
   }
@@ -115,7 +117,6 @@ class EstimateInstruction final : public Instruction {
 
  private:
   std::shared_ptr<ScreenedHead> head_;
-  OutputBounds bounds_{};
   Gemm gemm_;
   GemmPlan plan_;
 };
@@ -134,18 +135,19 @@ class CandidatesInstruction final : public Instruction {
 
   void run_item(int row, const ThreadContext& thread) override {
     const PackedWeight& exact = head_->screen.exact();
-    const BestOutputs<float> kept(out_ + int64_t{row} * head_->out.width, exact.num_outputs);
-    const float least = least_maximum(kept);
-    const int count = count_candidates(kept, least);
+    const PanelBounds bounds = head_->bounds.of_row(row);
+    const float least = least_maximum(bounds);
+    const int count = count_candidates(bounds, least);
     // Beyond half of what the tiles of the whole product read, that one is as fast.
-    const int64_t most = int64_t{kept.num_panels} * num_tiles(rows_.num_rows) / 2;
+    const int64_t most = int64_t{bounds.num_panels()} * num_tiles(rows_.num_rows) / 2;
     if (!std::isfinite(least) || head_->num_candidates.fetch_add(count) + count > most) {
       head_->is_whole_wanted = true;
       return;
     }
     auto* values = reinterpret_cast<uint16_t*>(thread.scratch);
     unpack_bf16_row(rows_, row, values);
-    finish_candidates({exact, values, kept}, least);
+    const BestOutputs<float> kept(out_ + int64_t{row} * head_->out.width, exact.num_outputs);
+    finish_candidates({exact, values, kept}, bounds, least);
   }
 
   size_t scratch_bytes() const override {
@@ -165,8 +167,10 @@ class WholeHeadInstruction final : public Instruction {
 
   int prepare(const StepContext& context) override {
     if (!context.step.wants_best_only || context.step.num_rows == 0) return 0;
-    gemm_ = {head_->screen.exact(), head_->exact_rows(context),
-             head_->epilogue(context, EpilogueKind::Best)};
+    gemm_ = {head_->screen.exact(), head_->exact_rows(context), {}};
+    gemm_.epilogue.kind = EpilogueKind::Best;
+    gemm_.epilogue.out = context.arena.floats(head_->out.slot);
+    gemm_.epilogue.out_stride = static_cast<size_t>(head_->out.width);
     plan_ = plan_gemm(gemm_, context.num_threads);
     num_parts_ = std::min(plan_.num_items, kPartsPerThread * context.num_threads);
     return num_parts_;

@@ -168,20 +168,33 @@ inline RowBound pack_coarse_row(const PackedRows& coarse, int row, const uint16_
 
 // ---- What is left to be done exactly ----
 
-// What the greatest output of a row is at least, by the bounds kept of its panels.
-inline float least_maximum(const BestOutputs<float>& bounds) {
-  vf32 most = broadcast(-std::numeric_limits<float>::infinity());
-  int i = 0;
-  for (; i + kLanes <= bounds.num_panels; i += kLanes) most = vmax(load(bounds.lanes + i), most);
-  float least = reduce_max(most);
-  for (; i < bounds.num_panels; ++i) least = std::max(least, bounds.lanes[i]);
-  return least;
+// What the greatest output of a row is at least.
+inline float least_maximum(const PanelBounds& bounds) {
+  vf32 most = broadcast(OutputBounds::kNothing);
+  for (int block = 0; block < bounds.num_blocks(); ++block) {
+    for (int i = 0; i < PanelBounds::kBlockPanels; i += kLanes) {
+      most = vmax(load(bounds.least(block) + i), most);
+    }
+  }
+  return reduce_max(most);
 }
 
-// Panels that may hold it.
-inline int count_candidates(const BestOutputs<float>& bounds, float least) {
+// visit(panel) for each panel that may hold it. `least` is finite.
+template <class Visit>
+inline void for_each_candidate(const PanelBounds& bounds, float least, Visit visit) {
+  for (int block = 0; block < bounds.num_blocks(); ++block) {
+    for (int i = 0; i < PanelBounds::kBlockPanels; i += kLanes) {
+      uint32_t left = lanes_of(load(bounds.most(block) + i) >= broadcast(least));
+      for (; left != 0; left &= left - 1) {
+        visit(block * PanelBounds::kBlockPanels + i + __builtin_ctz(left));
+      }
+    }
+  }
+}
+
+inline int count_candidates(const PanelBounds& bounds, float least) {
   int count = 0;
-  for (int i = 0; i < bounds.num_panels; ++i) count += bounds.greatest[i] >= least;
+  for_each_candidate(bounds, least, [&](int) { ++count; });
   return count;
 }
 
@@ -206,19 +219,10 @@ inline void finish_panel(const ExactRow& row, int panel) {
   keep_best_of(y, count, panel, row.kept);
 }
 
-// Bounds become BestOutputs: those of candidates exactly, and others that nobody chooses. `least`
-// is finite.
-inline void finish_candidates(const ExactRow& row, float least) {
-  const vf32 none = broadcast(-std::numeric_limits<float>::infinity());
-  float* greatest = row.kept.greatest;
-  for (int first = 0; first < row.kept.num_panels; first += kLanes) {
-    const int count = std::min(kLanes, row.kept.num_panels - first);
-    const vf32 most =
-        count == kLanes ? load(greatest + first) : load_partial(greatest + first, count);
-    count == kLanes ? store(greatest + first, none) : store_partial(greatest + first, none, count);
-    uint32_t left = lanes_of((most >= broadcast(least)) & first_lanes(count));
-    for (; left != 0; left &= left - 1) finish_panel(row, first + __builtin_ctz(left));
-  }
+// Those of candidates exactly, and others that nobody chooses.
+inline void finish_candidates(const ExactRow& row, const PanelBounds& bounds, float least) {
+  std::fill_n(row.kept.greatest, bounds.num_panels(), OutputBounds::kNothing);
+  for_each_candidate(bounds, least, [&](int panel) { finish_panel(row, panel); });
 }
 
 }  // namespace kvloom

@@ -105,6 +105,11 @@ KVLOOM_INLINE vf32 load_partial(const float* p, int n, float fill = 0.0f) {
 KVLOOM_INLINE void prefetch_l1(const void* p) { __builtin_prefetch(p, 0, 3); }
 KVLOOM_INLINE void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
 
+KVLOOM_INLINE void prefetch_two_lines(const void* p) {
+  prefetch_l2(p);
+  prefetch_l2(static_cast<const char*>(p) + kCacheLineBytes);
+}
+
 // ---- Bits ----
 KVLOOM_INLINE vi32 as_i32(vf32 x) { return reinterpret_cast<vi32>(x); }
 KVLOOM_INLINE vu32 as_u32(vf32 x) { return reinterpret_cast<vu32>(x); }
