@@ -110,6 +110,7 @@ class ProgramBuilder {
     auto head = std::make_shared<ScreenedHead>(screen, x_slot, out, sizes_.max_num_rows);
     add<CoarseRowsInstruction>(head);
     add<EstimateInstruction>(head);
+    add<CountCandidatesInstruction>(head);
     add<CandidatesInstruction>(head);
     add<WholeHeadInstruction>(head);
     add<GemmInstruction>(weight.packed(), x_slot, result);

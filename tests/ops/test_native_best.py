@@ -113,7 +113,7 @@ def test_the_memory_of_a_screen_is_counted(
     monkeypatch.setattr(native_lowering, "MIN_SCREENED_SIZE", 0)
     hidden, num_outputs = WIDE["hidden_size"], -(-WIDE["vocab_size"] // 32) * 32
     bounds = 2 * 4 * 16 * -(-num_outputs // 32 // 16)  # two floats per panel, 16 at a time
-    rows = SIZES.max_num_rows * (hidden // 32 * 40 + 8 + bounds)
+    rows = SIZES.max_num_rows * (hidden // 32 * 40 + 12 + bounds)
     scratch = 2 * 2 * hidden  # a row for each thread, which needed none before
     expected = num_outputs * (hidden // 32 * 34 + 8) + rows + scratch
     assert counted() - before == (expected if is_counted else 0)

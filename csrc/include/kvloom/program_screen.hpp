@@ -24,6 +24,7 @@ struct ScreenedHead {
         coarse_memory(coarse_bytes(max_num_rows, screen.exact().num_inputs)),
         bounds_memory(bounds_bytes(max_num_rows, screen.exact().num_outputs)),
         row_bounds(static_cast<size_t>(max_num_rows)),
+        least(static_cast<size_t>(max_num_rows)),
         bounds{screen.norms(),    screen.errors(),
                row_bounds.data(), num_panels(OutputOrder::Plain, screen.exact().num_outputs),
                max_num_rows,      reinterpret_cast<float*>(bounds_memory.data())} {
@@ -39,7 +40,7 @@ struct ScreenedHead {
   }
   static size_t num_bytes(int max_num_rows, int num_outputs, int num_inputs) {
     return coarse_bytes(max_num_rows, num_inputs) + bounds_bytes(max_num_rows, num_outputs) +
-           sizeof(RowBound) * static_cast<size_t>(max_num_rows);
+           (sizeof(RowBound) + sizeof(float)) * static_cast<size_t>(max_num_rows);
   }
 
   // Rows of this step.
@@ -56,10 +57,13 @@ struct ScreenedHead {
   const Operand out;
   const Region coarse_memory, bounds_memory;
   std::vector<RowBound> row_bounds;
+  std::vector<float> least;  // [max_num_rows] what a row's greatest output is at least
   const OutputBounds bounds;
-  // Panels that single rows are multiplied with, and whether they are too many.
+  // Panels that single rows are to be multiplied with, and how many take no longer than all do.
   std::atomic<int64_t> num_candidates{0};
-  std::atomic<bool> is_whole_wanted{false};
+  int64_t max_candidates = 0;
+
+  bool is_whole_wanted() const { return num_candidates > max_candidates; }
 };
 
 // Rows in int8, with their bounds.
@@ -70,7 +74,6 @@ class CoarseRowsInstruction final : public Instruction {
   int prepare(const StepContext& context) override {
     if (!context.step.wants_best_only || context.step.num_rows == 0) return 0;
     head_->num_candidates = 0;
-    head_->is_whole_wanted = false;
     exact_ = head_->exact_rows(context);
     coarse_ = head_->coarse_rows(context);
     return num_tiles(exact_.num_rows);
@@ -121,6 +124,32 @@ class EstimateInstruction final : public Instruction {
   GemmPlan plan_;
 };
 
+// How many panels may hold the greatest output of a row.
+class CountCandidatesInstruction final : public Instruction {
+ public:
+  explicit CountCandidatesInstruction(std::shared_ptr<ScreenedHead> head)
+      : head_(std::move(head)) {}
+
+  int prepare(const StepContext& context) override {
+    if (!context.step.wants_best_only) return 0;
+    // One after another they take about this share of the panels' time for a tile of rows.
+    head_->max_candidates =
+        int64_t{head_->bounds.num_panels} * (num_tiles(context.step.num_rows) + 1) / 5;
+    return context.step.num_rows;
+  }
+
+  void run_item(int row, const ThreadContext&) override {
+    const PanelBounds bounds = head_->bounds.of_row(row);
+    const float least = least_maximum(bounds);
+    head_->least[static_cast<size_t>(row)] = least;
+    head_->num_candidates +=
+        std::isfinite(least) ? count_candidates(bounds, least) : head_->max_candidates + 1;
+  }
+
+ private:
+  std::shared_ptr<ScreenedHead> head_;
+};
+
 // The panels of a row that may hold its greatest output, exactly.
 class CandidatesInstruction final : public Instruction {
  public:
@@ -134,20 +163,13 @@ class CandidatesInstruction final : public Instruction {
   }
 
   void run_item(int row, const ThreadContext& thread) override {
+    if (head_->is_whole_wanted()) return;
     const PackedWeight& exact = head_->screen.exact();
-    const PanelBounds bounds = head_->bounds.of_row(row);
-    const float least = least_maximum(bounds);
-    const int count = count_candidates(bounds, least);
-    // Beyond half of what the tiles of the whole product read, that one is as fast.
-    const int64_t most = int64_t{bounds.num_panels()} * num_tiles(rows_.num_rows) / 2;
-    if (!std::isfinite(least) || head_->num_candidates.fetch_add(count) + count > most) {
-      head_->is_whole_wanted = true;
-      return;
-    }
     auto* values = reinterpret_cast<uint16_t*>(thread.scratch);
     unpack_bf16_row(rows_, row, values);
     const BestOutputs<float> kept(out_ + int64_t{row} * head_->out.width, exact.num_outputs);
-    finish_candidates({exact, values, kept}, bounds, least);
+    finish_candidates({exact, values, kept}, head_->bounds.of_row(row),
+                      head_->least[static_cast<size_t>(row)]);
   }
 
   size_t scratch_bytes() const override {
@@ -177,7 +199,7 @@ class WholeHeadInstruction final : public Instruction {
   }
 
   void run_item(int part, const ThreadContext& thread) override {
-    if (!head_->is_whole_wanted) return;
+    if (!head_->is_whole_wanted()) return;
     const int end = part_start(plan_.num_items, part + 1, num_parts_);
     for (int item = part_start(plan_.num_items, part, num_parts_); item < end; ++item) {
       run_gemm_item(gemm_, plan_, item, thread.scratch);
